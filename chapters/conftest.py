@@ -28,31 +28,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--from", dest="copy", metavar="FOLDER", help="test a student's copy")
 
 
-def points() -> dict[str, int]:
+def exercise_points() -> dict[str, int]:
     """Return what every exercise is worth, from the tables in the chapters' texts."""
-    found: dict[str, int] = {}
+    points_by_marker: dict[str, int] = {}
     for path in sorted(CHAPTERS.glob("[0-9]*/README.md")):
         rows = re.findall(r"^\| (\d+)\.(\d+) \|.* (\d+) \|$", path.read_text("utf-8"), re.M)
-        found |= {f"ex{chapter}_{number}": int(worth) for chapter, number, worth in rows}
-    return found
+        points_by_marker |= {
+            f"ex{chapter}_{number}": int(points) for chapter, number, points in rows
+        }
+    return points_by_marker
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.tbstyle == "auto":
         config.option.tbstyle = "short"
-    for name, worth in points().items():
-        config.addinivalue_line("markers", f"{name}: {worth} points")
+    for name, points in exercise_points().items():
+        config.addinivalue_line("markers", f"{name}: {points} points")
 
 
-def borrowed(path: Path, chapter: Path, given: Collection[str]) -> set[str]:
+def borrowed_names(path: Path, chapter: Path, given: Collection[str]) -> set[str]:
     """Return the names in a file that lead to the project's own code, but for the modules that are given."""
     nodes = list(ast.walk(ast.parse(path.read_text("utf-8"))))
-    imported = {n.module or "." for n in nodes if isinstance(n, ast.ImportFrom)}
-    imported |= {alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names}
-    ours = {path.stem for folder in (CHAPTERS.parent, chapter) for path in folder.iterdir()}
-    ours |= {"", *WAYS_AROUND}
-    found = {name for name in imported if name.partition(".")[0] in ours and name not in given}
-    return found | WAYS_AROUND & {n.id for n in nodes if isinstance(n, ast.Name)}
+    imported = {node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)}
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+    project_names = {"", *WAYS_AROUND}
+    for folder in (CHAPTERS.parent, chapter):
+        project_names |= {path.stem for path in folder.iterdir()}
+    borrowed = {
+        name for name in imported if name.partition(".")[0] in project_names and name not in given
+    }
+    return borrowed | WAYS_AROUND & {node.id for node in nodes if isinstance(node, ast.Name)}
 
 
 @pytest.fixture(scope="module")
@@ -61,24 +68,25 @@ def impl(request: pytest.FixtureRequest) -> ModuleType:
     what it may not use."""
     from support.files import import_file
 
-    chapter, copy = request.path.parent, request.config.option.copy
-    folder = Path(copy).resolve() / chapter.name if copy else chapter
+    chapter, student_folder = request.path.parent, request.config.option.copy
+    folder = Path(student_folder).resolve() / chapter.name if student_folder else chapter
     path = folder / f"{request.config.option.impl}.py"
     if not path.exists():
         hint = ": your teacher may have it" if path.stem == "solution" else ""
         pytest.fail(f"there is no {path.name} in {path.parent}{hint}", pytrace=False)
-    wrong = ""
+    message = ""
     try:
         module = import_file(path)
-        if names := borrowed(path, chapter, getattr(request.module, "GIVEN", ())):
-            wrong = f"{path.name} uses {', '.join(sorted(names))}: write the exercises yourself"
+        if names := borrowed_names(path, chapter, getattr(request.module, "GIVEN", ())):
+            message = f"{path.name} uses {', '.join(sorted(names))}: write the exercises yourself"
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-        where = f'  File "{path}", line {lines[-1]}\n' if lines else ""  # a SyntaxError has its own
-        wrong = where + "".join(traceback.format_exception_only(error))
-    if wrong:
-        pytest.fail(wrong, pytrace=False)
+        # a SyntaxError has a location of its own
+        location = f'  File "{path}", line {lines[-1]}\n' if lines else ""
+        message = location + "".join(traceback.format_exception_only(error))
+    if message:
+        pytest.fail(message, pytrace=False)
     return module
 
 
@@ -86,14 +94,16 @@ def impl(request: pytest.FixtureRequest) -> ModuleType:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
     """Leave libraries' frames out of tracebacks, and keep the place of an exercise that isn't written yet."""
     if call.excinfo is not None:
-        own = call.excinfo.traceback.filter(lambda entry: "site-packages" not in str(entry.path))
-        if own:
-            call.excinfo.traceback = own
+        project_frames = call.excinfo.traceback.filter(
+            lambda entry: "site-packages" not in str(entry.path)
+        )
+        if project_frames:
+            call.excinfo.traceback = project_frames
     report = yield
     if report.failed and call.excinfo.exconly().startswith("NotImplementedError: exercise "):
-        last = call.excinfo.traceback[-1]
-        place = f"{last.path.name}, line {last.lineno + 1}"
-        report.missing = f"{last.frame.code.raw.co_qualname} ({place})"
+        last_frame = call.excinfo.traceback[-1]
+        place = f"{last_frame.path.name}, line {last_frame.lineno + 1}"
+        report.missing = f"{last_frame.frame.code.raw.co_qualname} ({place})"
         report.longrepr = f"{call.excinfo.value}: {report.missing} isn't written yet"
     return report
 
@@ -108,12 +118,12 @@ def pytest_terminal_summary(
 ) -> None:
     """Print the points of every exercise that was tested: all or none, or, of one in stages, a point for each stage
     that is right."""
-    found: dict[str, dict[int, str | None]] = {}  # of each exercise, by stage, what is wrong
-    worth, total = points(), 0
+    notes_by_exercise: dict[str, dict[int, str | None]] = {}  # by stage, what is wrong
+    points, total_earned = exercise_points(), 0
     for outcome in ("not written yet", "failed", "error", "skipped", "passed", "deselected"):
         for report in terminalreporter.stats.get(outcome, []):
-            name = next((name for name in worth if name in getattr(report, "keywords", ())), None)
-            if name is None or (outcome == "deselected" and name not in found):
+            name = next((name for name in points if name in getattr(report, "keywords", ())), None)
+            if name is None or (outcome == "deselected" and name not in notes_by_exercise):
                 continue  # the whole exercise is deselected
             stage, note = 0, ""
             if match := re.search(r"::test_stage_(\d+)_([^[]*)", report.nodeid):
@@ -121,20 +131,22 @@ def pytest_terminal_summary(
                 note = f"next, stage {stage}: {match[2].replace('_', ' ')}"
             if outcome == "not written yet":
                 note = f"{outcome}: {report.missing}"
-            notes = found.setdefault(name, {})
+            notes = notes_by_exercise.setdefault(name, {})
             if notes.get(stage) is None:
                 notes[stage] = None if outcome == "passed" else note
-    if not found:
+    if not notes_by_exercise:
         return
     terminalreporter.section(f"points of {config.getoption('--impl')}.py")
-    for name in filter(found.get, worth):
-        notes = found[name]
-        wrong = [note for _, note in sorted(notes.items()) if note is not None]
-        earned = len(notes) - len(wrong)
+    for name in filter(notes_by_exercise.get, points):
+        notes = notes_by_exercise[name]
+        failures = [note for _, note in sorted(notes.items()) if note is not None]
+        earned = len(notes) - len(failures)
         if 0 in notes:  # without stages
-            earned = 0 if wrong else worth[name]
+            earned = 0 if failures else points[name]
         number = name.removeprefix("ex").replace("_", ".")
-        line = f"  {number:6} {earned:3} of {worth[name]}   {[*wrong, ''][0]}"
+        line = f"  {number:6} {earned:3} of {points[name]}   {[*failures, ''][0]}"
         terminalreporter.write_line(line.rstrip())
-        total += earned
-    terminalreporter.write_line(f"  total  {total:3} of {sum(worth[name] for name in found)}")
+        total_earned += earned
+    terminalreporter.write_line(
+        f"  total  {total_earned:3} of {sum(points[name] for name in notes_by_exercise)}"
+    )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from chapters.builder.blocks import execute, folders
+from chapters.builder.blocks import chapter_folders, run_process
 from support.cli import CommandLine, whole_number
 from support.files import write_csv
 
@@ -19,7 +19,7 @@ SECONDS = 900  # for a chapter of a student
 POINTS = re.compile(r"^  (\d+\.\d+) +(\d+) of", re.M)
 
 
-def points(copy: Path, chapter: Path) -> tuple[dict[str, int], str]:
+def grade_chapter(copy: Path, chapter: Path) -> tuple[dict[str, int], str]:
     """Return a student's points for each exercise of a chapter, and what went wrong, if anything did."""
     files = sorted(copy.glob(f"**/{chapter.name}/exercise.py"))
     if len(files) != 1:
@@ -27,11 +27,13 @@ def points(copy: Path, chapter: Path) -> tuple[dict[str, int], str]:
     command = "python3 -m pytest -p no:cacheprovider".split()
     options = [str(chapter), f"--from={files[0].parents[1]}"]
     try:
-        run = execute(*command, *options, errors="replace", timeout=SECONDS)
+        process = run_process(*command, *options, errors="replace", timeout=SECONDS)
     except subprocess.TimeoutExpired:
         return {}, f"{chapter.name}: stopped after {SECONDS} seconds"
-    found = {exercise: int(earned) for exercise, earned in POINTS.findall(run.stdout)}
-    return found, "" if found else f"{chapter.name}: the tests didn't run"
+    points_by_exercise = {
+        exercise: int(earned) for exercise, earned in POINTS.findall(process.stdout)
+    }
+    return points_by_exercise, "" if points_by_exercise else f"{chapter.name}: the tests didn't run"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -46,24 +48,25 @@ def main(argv: list[str] | None = None) -> None:
         "--output", type=Path, default=Path("points.csv"), metavar="FILE", help="the table"
     )
     with cli.parse(argv) as args:
-        chapters = folders(args.chapters)
+        chapters = chapter_folders(args.chapters)
         students = sorted(path for path in args.folder.iterdir() if path.is_dir())
         if not students:
             raise ValueError(f"there is no student's folder in {args.folder}")
         rows, exercises = [], {}
         for student in tqdm(students, unit="student", disable=None):
-            found, notes = {}, []
+            points_by_exercise, notes = {}, []
             for chapter in chapters:
-                earned, note = points(student, chapter)
-                found |= earned
+                earned, note = grade_chapter(student, chapter)
+                points_by_exercise |= earned
                 if note:
                     notes.append(note)
-            exercises |= found
-            rows.append((student.name, found, "; ".join(notes)))
-        columns = sorted(exercises, key=lambda name: [*map(int, name.split("."))])
+            exercises |= points_by_exercise
+            rows.append((student.name, points_by_exercise, "; ".join(notes)))
+        columns = sorted(exercises, key=lambda exercise: [*map(int, exercise.split("."))])
         table = []
-        for name, found, note in rows:
-            table.append([name, *(found.get(c, 0) for c in columns), sum(found.values()), note])
+        for student_name, points_by_exercise, note in rows:
+            points = [points_by_exercise.get(column, 0) for column in columns]
+            table.append([student_name, *points, sum(points), note])
         write_csv(args.output, ["student", *columns, "total", "note"], table)
         print(f"written: {args.output}, {len(students)} students, {len(columns)} exercises")
 

@@ -24,7 +24,7 @@ from support.files import import_file
 from tests.helpers import ROOT, process, recorded, refused
 
 CHAPTERS = ROOT / "chapters"
-FOLDERS = build.folders([])
+FOLDERS = build.chapter_folders([])
 with_solutions = pytest.mark.skipif(
     not (FOLDERS[0] / "solution.py").exists(), reason="a copy without solutions"
 )
@@ -153,7 +153,7 @@ def test_each_exercise_has_points_and_tests(folder: Path) -> None:
     number = int(folder.name.partition("_")[0])
     readme = (folder / "README.md").read_text()
     (test,) = folder.glob("test_*.py")
-    points = {k: v for k, v in conftest.points().items() if k.startswith(f"ex{number}_")}
+    points = {k: v for k, v in conftest.exercise_points().items() if k.startswith(f"ex{number}_")}
     assert sum(points.values()) == 10
     marked = set()
     for node in ast.parse(test.read_text()).body:
@@ -167,23 +167,23 @@ def test_each_exercise_has_points_and_tests(folder: Path) -> None:
 
 def test_a_page_leads_to_its_neighbours_and_into_itself() -> None:
     text = "# 2. The `KV` cache\n\n## It's *new*: a & b\n\n## Run it\n\n## Run it\n"
-    page = pages.page(text, build.links(CHAPTERS / "02_kv_cache" / "README.md"))
+    page = pages.render_page(text, build.neighbour_links(CHAPTERS / "02_kv_cache" / "README.md"))
     ids = re.findall(r'<h\d id="(.*?)">', page)
     assert ids == ["2-the-kv-cache", "its-new-a--b", "run-it", "run-it-1"]
     neighbours = ["../01_gpt2/index.html", "../index.html", "../03_bounded/index.html"]
     assert re.findall(r'<a href="(.*?)">', page) == 2 * neighbours
-    assert pages.target("01_gpt2/README.md#run-it") == "01_gpt2/index.html#run-it"
+    assert pages.link_target("01_gpt2/README.md#run-it") == "01_gpt2/index.html#run-it"
 
 
 def test_every_hunk_has_words() -> None:
     readmes = [folder / "README.md" for folder in FOLDERS]
-    said = side_by_side.words({readme: readme.read_text() for readme in readmes})
+    said = side_by_side.margin_words({readme: readme.read_text() for readme in readmes})
     for pair in side_by_side.PAIRS:
         found = {*said[pair]}
         for words in chain.from_iterable(said[pair].values()):
             if several := re.match(r"hunks (\d+) to (\d+): ", words):
                 found |= {*range(int(several[1]), int(several[2]) + 1)}
-        assert found == {*range(1, len(blocks.hunks(*pair)) + 1)}, pair
+        assert found == {*range(1, len(blocks.find_hunks(*pair)) + 1)}, pair
 
 
 def test_transformers_reads_the_folder_that_engines_are_given(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_a_mark_that_fits_nothing_is_refused(mark: str, culprit: str) -> None:
             return f"# 2. Chapter\n\n<!-- {{{{ {mark} }}}} -->\n<!-- end -->\n"
 
     with pytest.raises(ValueError, match="chapters/02_kv_cache/README.md: .*" + re.escape(culprit)):
-        blocks.text_of(Readme(readme))
+        blocks.chapter_text(Readme(readme))
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ def test_the_notebook_with_solutions_passes(tmp_path: Path) -> None:
             (solution,) = CHAPTERS.glob(f"{chapter:02}_*/solution.py")
             names = [node.name for node in ast.parse(source).body if hasattr(node, "name")]
             file = solution.relative_to(blocks.ROOT).as_posix()
-            answers = [line for name in names for line in blocks.source(file, name)[1]]
+            answers = [line for name in names for line in blocks.source_lines(file, name)[1]]
             head = source.partition("\n\n")[0] if "import " in source else ""
             cell["source"] = "\n".join([head, *answers])
     for source, _, now in executed(tmp_path, course):
@@ -83,8 +83,8 @@ def test_a_failure_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(room, "WORK", tmp_path)
     names = {"check": room.check}
     wrong = "import torch\ndef causal_mask(pos, k_pos):\n    return k_pos < pos[:, None]"
-    assert notebook.execute(wrong, names, 1) == []
-    (output,) = notebook.execute('check("1.1", causal_mask)', names, 2)
+    assert notebook.execute_cell(wrong, names, 1) == []
+    (output,) = notebook.execute_cell('check("1.1", causal_mask)', names, 2)
     assert "the first difference is at index 0" in output.text
     assert output.text.endswith("\n1.1: 0 of 1 points\n")
 
@@ -100,7 +100,7 @@ def test_a_students_work_is_not_written_over(
     assert work != fresh
     monkeypatch.setattr(notebook, "FILE", file)
     monkeypatch.setattr(build, "ROOT", tmp_path)
-    monkeypatch.setattr(build, "build", lambda numbers: {file: fresh})
+    monkeypatch.setattr(build, "build_files", lambda numbers: {file: fresh})
     file.write_text(work, encoding="utf-8")
     refused(run(build.main), "work in two_hours.ipynb would be lost")
     assert file.read_text(encoding="utf-8") == work

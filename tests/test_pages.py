@@ -195,7 +195,7 @@ def test_chapters_open_with_pictures_and_without_marks(path: Path, page: Any) ->
 def test_files_stand_side_by_side(name: str, page: Any) -> None:
     page.goto((PAGES / f"{name}.html").as_uri())
     old = page.title().split(" and ")[0]
-    hunks = blocks.hunks(old, f"{name}.py")
+    hunks = blocks.find_hunks(old, f"{name}.py")
     assert count(page, "tr.first") == count(page, "td.words b") == len(hunks)
     for side, file in (("left", old), ("right", f"{name}.py")):
         cells = f"tr:not(.gap) > td.{side}"

@@ -58,7 +58,7 @@ def test_commands_of_pages_exist() -> None:
 
 
 def test_links_lead_to_files_and_headings() -> None:
-    shown = {path: pages.page(text) for path, text in TEXTS.items()}
+    shown = {path: pages.render_page(text) for path, text in TEXTS.items()}
     links = 0
     for path, text in TEXTS.items():
         for name, heading in re.findall(r"\]\((?!\w+:)([^)# ]*)#?([^) ]*)\)", text):

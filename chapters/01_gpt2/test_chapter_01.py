@@ -52,7 +52,7 @@ def text(batch: int, n: int, seed: int = 0) -> Tensor:
 
 def equal(found: Tensor, expected: Tensor, why: str) -> None:
     __tracebackhide__ = True
-    assert_close(found, expected, why, size=1e-8)
+    assert_close(found, expected, why, tolerance=1e-8)
 
 
 def forbid(monkeypatch: pytest.MonkeyPatch, where: object, name: str) -> None:
@@ -217,7 +217,11 @@ def test_forward_computes_what_a_trained_model_says(impl: ModuleType) -> None:
     for _ in range(5):
         logits = impl.forward(ids, weights, model.config.n_head)
         assert_close(
-            logits, model(ids), f"pocket's logits after {ids.size(1)} tokens", LOGITS, size=1e-3
+            logits,
+            model(ids),
+            f"pocket's logits after {ids.size(1)} tokens",
+            LOGITS,
+            tolerance=1e-3,
         )
         ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
     assert tokenizer.decode(ids[0].tolist()) == "Halek lived in Tolben, where people buy"

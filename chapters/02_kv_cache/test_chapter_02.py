@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import gpt_baseline
-from chapters.checking import assert_close, assert_same, fails, text
+from chapters.checking import assert_close, assert_same, fail_in_layer, random_ids
 from gpt_kv_cache import GPT, Attention, GPTConfig, KVCache
 
 LOGITS = ("row", "token", "logit")
@@ -114,7 +114,7 @@ def test_stage_2_any_cut_of_the_text_gives_the_logits_of_an_uncached_pass(
     draw = random.Random(0)
     for trial in range(20):
         batch, n = draw.randint(1, 3), draw.randint(2, 40)
-        ids = text(batch, n, trial)
+        ids = random_ids(batch, n, trial)
         cuts = sorted(draw.sample(range(1, n), draw.randint(0, min(6, n - 1))))
         cache = impl.Cache()
         logits = torch.cat([model(ids[:, a:b], cache) for a, b in pairwise([0, *cuts, n])], 1)
@@ -138,7 +138,7 @@ def test_stage_2_keys_and_values_keep_their_dtype(impl: ModuleType, dtype: torch
 @pytest.mark.ex2_1
 @torch.no_grad()
 def test_stage_2_two_caches_share_a_model(impl: ModuleType, model: GPT) -> None:
-    texts, caches = [text(1, 10, 1), text(1, 10, 2)], [impl.Cache(), impl.Cache()]
+    texts, caches = [random_ids(1, 10, 1), random_ids(1, 10, 2)], [impl.Cache(), impl.Cache()]
     for i in range(0, 10, 2):
         for ids, cache in zip(texts, caches, strict=True):
             logits = model(ids[:, i : i + 2], cache)
@@ -164,13 +164,13 @@ def test_stage_4_nor_does_the_very_first_pass(impl: ModuleType, model: GPT) -> N
 
 def check_failures(impl: ModuleType, model: GPT, read: int) -> None:
     """Whether passes that fail after so many tokens change nothing, in any layer."""
-    ids = text(2, 12)
+    ids = random_ids(2, 12)
     for layer in range(CONFIG.n_layer):
         cache = impl.Cache()
         if read:
             model(ids[:, :read], cache)
         for _ in range(2):
-            fails(model, ids[:, read:9], cache, layer)
+            fail_in_layer(model, ids[:, read:9], cache, layer)
         what = f"{read} tokens read, then two passes that fail in layer {layer}"
         assert len(cache) == read == cache.next_pos, (
             f"{what}: {len(cache)} tokens, next position {cache.next_pos}"
@@ -192,7 +192,7 @@ def check_failures(impl: ModuleType, model: GPT, read: int) -> None:
 def test_greedy_writes_what_the_baseline_writes(impl: ModuleType, model: GPT) -> None:
     plain = gpt_baseline.GPT(gpt_baseline.GPTConfig(**vars(CONFIG))).eval()
     plain.load_state_dict(model.state_dict())
-    ids = text(1, 7)
+    ids = random_ids(1, 7)
     expected = [int(token) for token in gpt_baseline.generate(plain, ids, 20)]
     assert_same(impl.greedy(model, ids, 20), expected, "the new tokens")
     assert impl.greedy(model, ids, 1) == expected[:1] and impl.greedy(model, ids, 0) == [], (
@@ -209,7 +209,7 @@ def test_greedy_feeds_every_token_once(impl: ModuleType, model: GPT) -> None:
         fed.extend(ids[0].tolist())
         return model(ids, cache)
 
-    ids = text(1, 7)
+    ids = random_ids(1, 7)
     written = impl.greedy(counting, ids, 10)
     expected = [*ids[0].tolist(), *written[:-1]]
     assert_same(
@@ -231,7 +231,7 @@ def test_bytes_by_formula(impl: ModuleType) -> None:
 @torch.no_grad()
 def test_the_formula_gives_what_is_allocated(impl: ModuleType, model: GPT) -> None:
     cache = KVCache()
-    model(text(3, 11), cache)
+    model(random_ids(3, 11), cache)
     allocated = sum(kv.untyped_storage().nbytes() for kv in cache.layers)
     assert (
         impl.cache_bytes(CONFIG.n_layer, CONFIG.n_head, CONFIG.head_dim, 11, batch=3) == allocated
@@ -241,7 +241,7 @@ def test_the_formula_gives_what_is_allocated(impl: ModuleType, model: GPT) -> No
 @pytest.mark.ex2_4
 @torch.no_grad()
 def test_going_back_and_on_with_another_text(impl: ModuleType, model: GPT) -> None:
-    ids, other = text(2, 12, 1), text(2, 6, 2)
+    ids, other = random_ids(2, 12, 1), random_ids(2, 6, 2)
     cache = impl.Cache()
     model(ids, cache)
     cache.truncate(5)
@@ -259,7 +259,7 @@ def test_going_back_and_on_with_another_text(impl: ModuleType, model: GPT) -> No
 @torch.no_grad()
 def test_going_back_frees_the_memory(impl: ModuleType, model: GPT) -> None:
     cache = impl.Cache()
-    model(text(1, 40), cache)
+    model(random_ids(1, 40), cache)
     cache.truncate(4)
     held = sum(kv.untyped_storage().nbytes() for kv in cache.layers)
     expected = CONFIG.n_layer * 2 * 2 * 4 * 16 * 4
@@ -271,7 +271,7 @@ def test_going_back_frees_the_memory(impl: ModuleType, model: GPT) -> None:
 @pytest.mark.ex2_4
 @torch.no_grad()
 def test_all_tokens_can_be_kept(impl: ModuleType, model: GPT) -> None:
-    cache, ids = impl.Cache(), text(1, 9)
+    cache, ids = impl.Cache(), random_ids(1, 9)
     for n in (0, 4):
         if n:
             model(ids[:, :n], cache)
@@ -291,11 +291,11 @@ def test_all_tokens_can_be_kept(impl: ModuleType, model: GPT) -> None:
 @pytest.mark.ex2_4
 @torch.no_grad()
 def test_what_a_failed_pass_left_is_not_kept(impl: ModuleType, model: GPT) -> None:
-    ids = text(1, 12)
+    ids = random_ids(1, 12)
     for keep in (8, 5, 1):
         cache = impl.Cache()
         model(ids[:, :8], cache)
-        fails(model, text(1, 3, seed=1), cache, CONFIG.n_layer - 1)
+        fail_in_layer(model, random_ids(1, 3, seed=1), cache, CONFIG.n_layer - 1)
         cache.truncate(keep)
         what = f"8 tokens read, 3 more in a pass that failed, truncate({keep}): count from the tensor's beginning"
         sizes = {kv.size(3) for kv in cache.layers}
@@ -311,7 +311,7 @@ def test_what_a_failed_pass_left_is_not_kept(impl: ModuleType, model: GPT) -> No
 @torch.no_grad()
 @pytest.mark.parametrize("n", [5, -1])
 def test_nobody_goes_back_to_the_future(impl: ModuleType, model: GPT, n: int) -> None:
-    cache, ids = impl.Cache(), text(1, 9)
+    cache, ids = impl.Cache(), random_ids(1, 9)
     model(ids[:, :4], cache)
     with pytest.raises(ValueError) as refusal:
         cache.truncate(n)
@@ -368,7 +368,7 @@ def test_query_heads_share_keys_and_values(impl: ModuleType) -> None:
     for p in model.parameters():
         p.data.add_(0.2 * torch.randn_like(p))
     for cuts in ([0, 12], [0, 5, 6, 7, 12], [0, 1, 4, 12]):
-        ids, cache = text(2, 12), impl.GroupedCache(6)
+        ids, cache = random_ids(2, 12), impl.GroupedCache(6)
         for block in model.h:
             block.attn.__class__ = GroupedAndCopied
         expected = model(ids)

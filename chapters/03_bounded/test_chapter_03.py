@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpt_kv_cache
-from chapters.checking import assert_close, assert_same, fails, text
+from chapters.checking import assert_close, assert_same, fail_in_layer, random_ids
 from gpt_bounded_cache import GPT, GPTConfig, SlidingWindowCache
 
 CONFIG = GPTConfig(vocab_size=100, n_ctx=64, n_layer=3, n_head=2, n_embd=32)
@@ -95,7 +95,7 @@ def test_memory_that_is_allocated_once_gives_the_logits_of_an_uncached_pass(
     draw = random.Random(0)
     for trial in range(15):
         batch, n = draw.randint(1, 3), draw.randint(2, 40)
-        cache, ids = impl.Preallocated(n + draw.choice([0, 9])), text(batch, n, trial)
+        cache, ids = impl.Preallocated(n + draw.choice([0, 9])), random_ids(batch, n, trial)
         logits, where = [], set()
         for a, b in pieces(n, draw):
             logits.append(growing(ids[:, a:b], cache))
@@ -163,7 +163,7 @@ def test_memory_is_zeros_on_the_device_of_k(impl: ModuleType) -> None:
 def test_a_write_past_the_end_is_refused_and_changes_nothing(
     impl: ModuleType, growing: gpt_kv_cache.GPT, read: int, more: int
 ) -> None:
-    cache, ids = impl.Preallocated(8), text(1, 20)
+    cache, ids = impl.Preallocated(8), random_ids(1, 20)
     if read:
         growing(ids[:, :read], cache)
     before = [kv.clone() for kv in cache.layers]
@@ -195,8 +195,8 @@ def test_a_write_past_the_end_is_refused_and_changes_nothing(
 def test_a_first_pass_that_fails_leaves_no_layer(
     impl: ModuleType, growing: gpt_kv_cache.GPT
 ) -> None:
-    cache, ids = impl.Preallocated(12), text(2, 12)
-    fails(growing, ids[:, :3], cache, 1)
+    cache, ids = impl.Preallocated(12), random_ids(2, 12)
+    fail_in_layer(growing, ids[:, :3], cache, 1)
     growing(ids[:, :3], cache)
     many = f"{len(cache.layers)} layers after a first pass that failed and a second that didn't"
     assert len(cache.layers) == CONFIG.n_layer, f"{many}: the model has {CONFIG.n_layer}"
@@ -205,11 +205,11 @@ def test_a_first_pass_that_fails_leaves_no_layer(
 @pytest.mark.ex3_2
 @torch.no_grad()
 def test_a_failed_pass_leaves_nothing_behind(impl: ModuleType, growing: gpt_kv_cache.GPT) -> None:
-    cache, ids = impl.Preallocated(12), text(2, 12)
+    cache, ids = impl.Preallocated(12), random_ids(2, 12)
     for batch, read in [(1, 0), (2, 0), (2, 5)]:  # a failed first pass of another batch size
         if read:
             growing(ids[:, :read], cache)
-        fails(growing, ids[:batch, read : read + 3], cache, 1)
+        fail_in_layer(growing, ids[:batch, read : read + 3], cache, 1)
         assert len(cache) == read
     what = "5 tokens read, 3 in a pass that failed, then the rest"
     assert_close(growing(ids[:, 5:], cache), growing(ids)[:, 5:], what, LOGITS)
@@ -236,7 +236,7 @@ def test_what_a_token_depends_on_through_all_layers(impl: ModuleType) -> None:
 @pytest.mark.ex3_3
 @torch.no_grad()
 def test_the_real_model_depends_on_them(impl: ModuleType, model: GPT) -> None:
-    ids = text(1, 20)
+    ids = random_ids(1, 20)
     logits = banded(model, ids, 3, 2)
     for p in range(20):
         other = ids.clone()
@@ -262,7 +262,7 @@ def test_a_rings_memory_is_zeros_on_the_device_of_k(impl: ModuleType) -> None:
 @pytest.mark.ex3_4
 @torch.no_grad()
 def test_a_ring_one_token_at_a_time(impl: ModuleType, model: GPT) -> None:
-    ids, cache = text(2, 20), impl.Ring(5, 2)
+    ids, cache = random_ids(2, 20), impl.Ring(5, 2)
     logits = torch.cat([model(ids[:, t : t + 1], cache) for t in range(20)], 1)
     assert_close(logits, banded(model, ids, 5, 2), "window 5, 2 sinks, token by token", LOGITS)
 
@@ -276,7 +276,7 @@ def test_any_cut_of_the_text_gives_the_logits_of_one_masked_pass(
     for trial in range(30):
         batch, n = draw.randint(1, 3), draw.randint(2, 40)
         window, sinks = draw.randint(1, draw.choice([3, 10, 45])), draw.choice([0, 0, 1, 4])
-        ids, cuts, cache = text(batch, n, trial), pieces(n, draw), impl.Ring(window, sinks)
+        ids, cuts, cache = random_ids(batch, n, trial), pieces(n, draw), impl.Ring(window, sinks)
         logits = torch.cat([model(ids[:, a:b], cache) for a, b in cuts], 1)
         what = f"window {window}, {sinks} sinks, chunks {cuts}: is a token evicted that is needed?"
         expected = banded(model, ids, window, sinks)
@@ -287,7 +287,7 @@ def test_any_cut_of_the_text_gives_the_logits_of_one_masked_pass(
 @pytest.mark.ex3_4
 @torch.no_grad()
 def test_what_is_evicted_cannot_be_kept(impl: ModuleType, model: GPT) -> None:
-    ids, expected = text(1, 20), banded(model, text(1, 20), 4, 2)
+    ids, expected = random_ids(1, 20), banded(model, random_ids(1, 20), 4, 2)
     for read, keep in [(7, 6), (7, 1), (12, 11), (12, 13), (3, 4), (3, -1)]:
         cache = impl.Ring(4, 2)
         model(ids[:, :read], cache)
@@ -305,11 +305,11 @@ def test_what_is_evicted_cannot_be_kept(impl: ModuleType, model: GPT) -> None:
 @pytest.mark.ex3_4
 @torch.no_grad()
 def test_a_first_pass_that_fails_leaves_no_layer_behind(impl: ModuleType, model: GPT) -> None:
-    ids = text(2, 12)
+    ids = random_ids(2, 12)
     for layer in range(CONFIG.n_layer):
         cache = impl.Ring(5, 1)
         for _ in range(2):
-            fails(model, ids[:, :4], cache, layer)
+            fail_in_layer(model, ids[:, :4], cache, layer)
         first = model(ids[:, :4], cache)
         many = f"{len(cache.layers)} layers after two first passes that failed in layer {layer}"
         assert len(cache.layers) == CONFIG.n_layer, f"{many}: the model has {CONFIG.n_layer}"
@@ -339,7 +339,7 @@ class OneValueASlot(TorchDispatchMode):
 @pytest.mark.ex3_4
 @torch.no_grad()
 def test_no_slot_is_written_twice_by_one_assignment(impl: ModuleType, model: GPT) -> None:
-    cache, ids = impl.Ring(4, 1), text(1, 20)
+    cache, ids = impl.Ring(4, 1), random_ids(1, 20)
     with OneValueASlot():
         for a, b in [(0, 3), (3, 14), (14, 20)]:
             model(ids[:, a:b], cache)
@@ -352,7 +352,7 @@ def test_what_is_in_the_slots(impl: ModuleType, model: GPT) -> None:
     draw = random.Random(1)
     for trial in range(20):
         n, window, sinks = draw.randint(1, 40), draw.randint(1, 9), draw.choice([0, 1, 3])
-        ids, kinds, cuts = text(2, n, trial), (impl.Ring, SlidingWindowCache), pieces(n, draw)
+        ids, kinds, cuts = random_ids(2, n, trial), (impl.Ring, SlidingWindowCache), pieces(n, draw)
         mine, real = (kind(window, sinks) for kind in kinds)
         for a, b in cuts:
             for cache in (mine, real):
@@ -369,7 +369,7 @@ def test_what_is_in_the_slots(impl: ModuleType, model: GPT) -> None:
 def test_nothing_is_pending_after_commit(impl: ModuleType, model: GPT) -> None:
     cache = impl.Ring(5, 1)
     for a, b in [(0, 3), (3, 4), (4, 11)]:
-        model(text(1, 11)[:, a:b], cache)
+        model(random_ids(1, 11)[:, a:b], cache)
         assert len(cache.pending) == 0, f"after commit() {len(cache.pending)} chunks are pending"
 
 
@@ -379,7 +379,7 @@ def test_a_ring_is_allocated_once_and_never_more(impl: ModuleType) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         small, cache, where = loud(GPT(CONFIG)).to(dtype), impl.Ring(5, 2), set()
         for a, b in [(0, 3), (3, 4), (4, 20), (20, 21), (21, 60)]:
-            small(text(2, 60)[:, a:b], cache)
+            small(random_ids(2, 60)[:, a:b], cache)
             where.add(tuple(kv.untyped_storage().data_ptr() for kv in cache.layers))
             sizes = {kv.untyped_storage().nbytes() for kv in cache.layers}
             slots = sizes.pop() / (2 * 2 * CONFIG.n_head * CONFIG.head_dim * dtype.itemsize)
@@ -406,13 +406,13 @@ def test_decoding_copies_nothing(impl: ModuleType) -> None:
 def test_a_pass_that_fails_anywhere_changes_nothing_that_is_read(
     impl: ModuleType, model: GPT, read: int
 ) -> None:
-    ids, expected = text(2, 30), banded(model, text(2, 30), 5, 1)
+    ids, expected = random_ids(2, 30), banded(model, random_ids(2, 30), 5, 1)
     for layer in range(CONFIG.n_layer):
         for more in (1, 2, 9):
             for then in (1, 2, 10):
                 cache = impl.Ring(5, 1)
                 model(ids[:, :read], cache)
-                fails(model, text(2, more, seed=7), cache, layer)
+                fail_in_layer(model, random_ids(2, more, seed=7), cache, layer)
                 assert len(cache) == read
                 got = torch.cat([model(part, cache) for part in ids[:, read:].split(then, 1)], 1)
                 what = f"{read} tokens, a pass of {more} that fails in layer {layer}, then {then}"
@@ -422,9 +422,9 @@ def test_a_pass_that_fails_anywhere_changes_nothing_that_is_read(
 @pytest.mark.ex3_4
 @torch.no_grad()
 def test_a_first_pass_that_fails_may_be_of_another_batch_size(impl: ModuleType, model: GPT) -> None:
-    ids, cache = text(2, 12), impl.Ring(5, 1)
+    ids, cache = random_ids(2, 12), impl.Ring(5, 1)
     for more in (1, 3, 9):
-        fails(model, text(1, more), cache, 1)
+        fail_in_layer(model, random_ids(1, more), cache, 1)
     assert len(cache) == 0
     assert_close(model(ids, cache), banded(model, ids, 5, 1), "after failed first passes", LOGITS)
 
@@ -436,7 +436,7 @@ def test_what_was_read_can_be_kept_until_the_ring_evicts(
     impl: ModuleType, model: GPT, sinks: int
 ) -> None:
     """Also after a pass that failed in its last layer, on a ring that is exactly full."""
-    window, ids = 4, text(1, 20)
+    window, ids = 4, random_ids(1, 20)
     expected = banded(model, ids, window, sinks)
     for read in range(1, window + sinks + 1):
         for keep in range(read + 1):
@@ -444,7 +444,7 @@ def test_what_was_read_can_be_kept_until_the_ring_evicts(
                 cache = impl.Ring(window, sinks)
                 model(ids[:, :read], cache)
                 if failed:
-                    fails(model, text(1, failed, seed=7), cache, CONFIG.n_layer - 1)
+                    fail_in_layer(model, random_ids(1, failed, seed=7), cache, CONFIG.n_layer - 1)
                 cache.truncate(keep)
                 assert len(cache) == cache.next_pos == keep
                 got = torch.cat([model(part, cache) for part in ids[:, keep:].split(1, 1)], 1)
@@ -479,7 +479,7 @@ def test_every_row_is_what_its_prompt_alone_gives(
 ) -> None:
     draw = random.Random(0)
     for trial in range(10):
-        rows = [text(1, draw.randint(1, 20), 10 * trial + i)[0].tolist() for i in range(4)]
+        rows = [random_ids(1, draw.randint(1, 20), 10 * trial + i)[0].tolist() for i in range(4)]
         ids, lengths = impl.batch(rows, 99)
         cache = impl.PaddedBatch(lengths)
         assert torch.as_tensor(cache.next_pos).eq(0).all()
@@ -488,7 +488,7 @@ def test_every_row_is_what_its_prompt_alone_gives(
             what = f"the prompts, {lengths} tokens"
             expected = growing(torch.tensor([row]))[0]
             assert_close(got[:n], expected, what, LOGITS[1:])
-        more, n = text(4, 17, trial), 0
+        more, n = random_ids(4, 17, trial), 0
         for size in [1, 1, *draw.sample(range(1, 6), 3)]:
             assert torch.as_tensor(cache.next_pos).flatten().tolist() == [
                 length + n for length in lengths
@@ -508,10 +508,10 @@ def test_a_failed_pass_leaves_a_batch_as_it_was(
 ) -> None:
     ids, lengths = impl.batch([[1, 2, 3, 4], [5, 6]], 99)
     cache = impl.PaddedBatch(lengths)
-    fails(growing, ids, cache, 2)
+    fail_in_layer(growing, ids, cache, 2)
     growing(ids, cache)
-    fails(growing, text(2, 3), cache, 1)
-    more = text(2, 2, seed=1)
+    fail_in_layer(growing, random_ids(2, 3), cache, 1)
+    more = random_ids(2, 2, seed=1)
     got = growing(more, cache)
     expected = growing(torch.tensor([[5, 6, *more[1].tolist()]]))
     what = "two tokens after passes that failed, in the row of two"
@@ -546,7 +546,7 @@ def test_places_are_counted_among_the_tokens_held(
     for t in range(30):
         got = ring.step(q[t].clone(), k[t].clone(), v[t].clone())
         what = f"window {window}, {sinks} sinks, token {t}"
-        assert_close(got, expected[t], what, ("head", "number"), size=1e-6)
+        assert_close(got, expected[t], what, ("head", "number"), tolerance=1e-6)
         where.add((ring.keys.data_ptr(), ring.values.data_ptr()))
         shapes = (tuple(ring.keys.shape), tuple(ring.values.shape))
         assert shapes == ((2, sinks + window, 8),) * 2, f"{what}: slots {shapes}"
@@ -564,7 +564,9 @@ def test_scores_may_be_large(impl: ModuleType) -> None:
         what = (
             f"token {t}, scores in the thousands: subtract the largest before exp, or use softmax"
         )
-        assert_close(ring.step(q[t], k[t], v[t]), expected[t], what, ("head", "number"), size=1e-6)
+        assert_close(
+            ring.step(q[t], k[t], v[t]), expected[t], what, ("head", "number"), tolerance=1e-6
+        )
 
 
 @pytest.mark.ex3_6

@@ -58,7 +58,10 @@ def test_the_equation(impl: ModuleType) -> None:
         got = impl.write(slots, token, w, keep)
         expected = [[keep[m] * before[m, i] + w[m] * token[i] for i in range(7)] for m in range(5)]
         assert_close(
-            got, torch.tensor(expected), "keep[m] of slot m, and w[m] times the token", size=1e-7
+            got,
+            torch.tensor(expected),
+            "keep[m] of slot m, and w[m] times the token",
+            tolerance=1e-7,
         )
         assert torch.equal(slots, before), "the slots that were given have changed"
 
@@ -105,7 +108,9 @@ def test_slots_of_one_token_each_are_attention(impl: ModuleType) -> None:
     for seed in range(10):
         q, k, v = draw(8, seed=seed), draw(12, 8, seed=seed + 20), draw(12, 8, seed=seed + 40)
         torch.testing.assert_close(impl.read(q, rows(k, v)), attention(q, k, v))
-        assert_close(impl.read(q, rows(k, v)[3:4]), v[3], "a single slot is that token", size=1e-7)
+        assert_close(
+            impl.read(q, rows(k, v)[3:4]), v[3], "a single slot is that token", tolerance=1e-7
+        )
 
 
 @pytest.mark.ex4_2
@@ -113,7 +118,7 @@ def test_an_empty_slot_is_not_there(impl: ModuleType) -> None:
     q, k, v = draw(8), draw(5, 8, seed=1), draw(5, 8, seed=2)
     slots = torch.cat([torch.zeros(2, 17), rows(k, v), torch.zeros(4, 17)])
     assert_close(
-        impl.read(q, slots), attention(q, k, v), "empty slots scored 0, or made NaN", size=1e-7
+        impl.read(q, slots), attention(q, k, v), "empty slots scored 0, or made NaN", tolerance=1e-7
     )
 
 
@@ -122,7 +127,7 @@ def test_an_empty_slot_is_not_there_however_badly_the_others_fit(impl: ModuleTyp
     q, k, v = torch.ones(8), torch.full((1, 8), -300.0), draw(1, 8)
     slots = torch.cat([torch.zeros(2, 17), rows(k, v)])
     assert_close(
-        impl.read(q, slots), v[0], "a slot that scores -850 lost to an empty one", size=1e-7
+        impl.read(q, slots), v[0], "a slot that scores -850 lost to an empty one", tolerance=1e-7
     )
 
 
@@ -130,7 +135,7 @@ def test_an_empty_slot_is_not_there_however_badly_the_others_fit(impl: ModuleTyp
 def test_scores_may_be_large(impl: ModuleType) -> None:
     q, k, v = 60 * draw(8), 60 * draw(5, 8, seed=1), draw(5, 8, seed=2)
     what = "scores in the thousands: don't take a bare exp"
-    assert_close(impl.read(q, rows(k, v)), attention(q, k, v), what, size=1e-7)
+    assert_close(impl.read(q, rows(k, v)), attention(q, k, v), what, tolerance=1e-7)
 
 
 @pytest.mark.ex4_2
@@ -143,13 +148,13 @@ def test_a_slot_counts_as_often_as_its_mass(impl: ModuleType) -> None:
         impl.read(q, slots),
         attention(q, k[copies], v[copies]),
         "copies of 1, 4, 2 tokens",
-        size=1e-7,
+        tolerance=1e-7,
     )
     assert_close(
         impl.read(q, 0.1 * slots),
         impl.read(q, slots),
         "shares of mass count, not the mass",
-        size=1e-7,
+        tolerance=1e-7,
     )
 
 
@@ -163,7 +168,7 @@ def test_a_token_spread_over_slots_is_still_that_token(impl: ModuleType) -> None
         impl.read(q, spread),
         impl.read(q, one),
         "spread over 6 slots it weighs as before",
-        size=1e-7,
+        tolerance=1e-7,
     )
 
 
@@ -196,8 +201,8 @@ def test_it_reads_what_the_real_memory_reads(impl: ModuleType) -> None:
             slots = impl.write(slots, rows(k[None], v[None])[0], w, log_keep.exp().expand(4))
             y, *real = step(memory, real, q, k, v, w, log_keep)
             held = torch.cat(real, dim=-1)[0, 0]
-            assert_close(slots, held, "keys, values and mass of the slots", size=1e-7)
-            assert_close(impl.read(q, slots), y[0, 0, 0], "what is read", size=1e-7)
+            assert_close(slots, held, "keys, values and mass of the slots", tolerance=1e-7)
+            assert_close(impl.read(q, slots), y[0, 0, 0], "what is read", tolerance=1e-7)
 
 
 # --- 4.3 ------------------------------------------------------------------------------------------------------------
@@ -210,7 +215,10 @@ def test_parallel_sees_no_empty_slot_however_badly_the_others_fit(impl: ModuleTy
     w[:, 1] = 1  # one slot is written to, three stay empty
     expected = torch.stack([v[: t + 1].mean(0) for t in range(3)])
     assert_close(
-        impl.parallel(q, k, v, w), expected, "slots that score -850 lost to empty ones", size=1e-7
+        impl.parallel(q, k, v, w),
+        expected,
+        "slots that score -850 lost to empty ones",
+        tolerance=1e-7,
     )
 
 
@@ -219,7 +227,7 @@ def test_scores_of_the_parallel_form_may_be_large(impl: ModuleType) -> None:
     q, k, v = 60 * draw(12, 8), 60 * draw(12, 8, seed=1), draw(12, 8, seed=2)
     w = draw(12, 5, seed=3).softmax(dim=-1)
     what = "scores in the thousands: don't take a bare exp"
-    assert_close(impl.parallel(q, k, v, w), in_turn(q, k, v, w), what, size=1e-7)
+    assert_close(impl.parallel(q, k, v, w), in_turn(q, k, v, w), what, tolerance=1e-7)
 
 
 def in_turn(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
@@ -244,7 +252,10 @@ def test_the_parallel_form_is_the_recurrence(impl: ModuleType) -> None:
         )  # steps of other sizes than 1
         expected = in_turn(q, k, v, w)
         assert_close(
-            impl.parallel(q, k, v, w), expected, f"{T} tokens, {M} slots, head size {D}", size=1e-7
+            impl.parallel(q, k, v, w),
+            expected,
+            f"{T} tokens, {M} slots, head size {D}",
+            tolerance=1e-7,
         )
 
 
@@ -262,7 +273,7 @@ def test_what_comes_later_changes_nothing_before(impl: ModuleType) -> None:
     q, k, v = draw(3, 12, 4)
     w = draw(12, 5, seed=1).softmax(dim=-1)
     whole, part = impl.parallel(q, k, v, w), impl.parallel(q[:7], k[:7], v[:7], w[:7])
-    assert_close(whole[:7], part, "a query sees what is written after it", size=1e-7)
+    assert_close(whole[:7], part, "a query sees what is written after it", tolerance=1e-7)
 
 
 class Watch(TorchDispatchMode):

@@ -36,7 +36,7 @@ def test_kl_by_its_definition(impl: ModuleType) -> None:
             "a figure for each distribution: the sum is over the vocabulary"
         )
         hint = "KL(p || q) is the sum of p log(p / q), in nats"
-        assert_close(found, (a * (a / b).log()).sum(-1), hint, size=1e-6)
+        assert_close(found, (a * (a / b).log()).sum(-1), hint, tolerance=1e-6)
 
 
 @pytest.mark.ex6_1
@@ -109,7 +109,7 @@ def test_one_summary_token_is_read_as_all(impl: ModuleType, scale: float) -> Non
         )
         expected = attend(q, torch.cat([k, other[0]], 1), torch.cat([v, other[1]], 1))
         what = f"{n} keys as one summary token beside {others} others: what the query reads"
-        assert_close(found, expected, what, ("head", "number"), size=1e-3)
+        assert_close(found, expected, what, ("head", "number"), tolerance=1e-3)
 
 
 @pytest.mark.ex6_2
@@ -130,7 +130,7 @@ def test_one_summary_token_holds_the_answer_to_a_prompt(impl: ModuleType) -> Non
         warm = KVCache(layers, torch.tensor([len(ids) - 2]))
         logits = model(torch.tensor([ids[-1:]]), warm)[0, -1]
         hint = f"{len(ids) - 1} tokens of {text!r} as one summary token: the next token's logits must be the same"
-        assert_close(logits, exact, hint, ("token",), size=1e-2)
+        assert_close(logits, exact, hint, ("token",), tolerance=1e-2)
 
 
 def last_queries(model: GPT, ids: list[int], cache: KVCache) -> tuple[Tensor, list[Tensor]]:
@@ -167,7 +167,7 @@ def test_ridge_is_augmented_least_squares(impl: ModuleType) -> None:
         w = impl.ridge(x, y, penalty)
         assert w.shape == (F, out) and w.dtype == torch.float64, f"w is {w.dtype} {tuple(w.shape)}"
         what = f"{N} examples, {F} features, penalty {penalty:.3g}: w"
-        assert_close(w, augmented(x, y, penalty), what, ("feature", "output"), size=1e-6)
+        assert_close(w, augmented(x, y, penalty), what, ("feature", "output"), tolerance=1e-6)
 
 
 @pytest.mark.ex6_3

@@ -585,7 +585,7 @@ def test_it_does_not_matter_how_a_text_is_fed(impl: ModuleType) -> None:
             cache = impl.Int8Cache()
             got = torch.cat([model(piece, cache) for piece in ids.split(sizes, 1)], 1)
             assert_close(
-                got, whole, f"fed in pieces of {sizes}", ("row", "token", "logit"), size=1e-8
+                got, whole, f"fed in pieces of {sizes}", ("row", "token", "logit"), tolerance=1e-8
             )
 
 
@@ -606,7 +606,11 @@ def test_a_pass_that_fails_leaves_nothing_that_counts(impl: ModuleType) -> None:
         hook.remove()
     whole = model(ids, impl.Int8Cache())[:, 5:]
     assert_close(
-        model(ids[:, 5:], cache), whole, "after two failures", ("row", "token", "logit"), size=1e-8
+        model(ids[:, 5:], cache),
+        whole,
+        "after two failures",
+        ("row", "token", "logit"),
+        tolerance=1e-8,
     )
 
 

@@ -17,10 +17,10 @@ from chapters.builder import front, notebook, pages, side_by_side
 from chapters.builder.blocks import (
     CHAPTERS,
     ROOT,
+    chapter_folders,
+    chapter_pictures,
+    chapter_text,
     first_line,
-    folders,
-    pictures,
-    text_of,
     title_of,
 )
 from support.cli import CommandLine, whole_number
@@ -33,8 +33,8 @@ def stub_of(solution: str) -> str:
     """Return the exercise: the solution without the bodies that begin with a comment "exercise N.M", which say so
     instead, and without what is named _like_this, the solution's own."""
     lines = solution.splitlines()
-    kinds = ast.FunctionDef | ast.ClassDef
-    nodes = [node for node in ast.walk(ast.parse(solution)) if isinstance(node, kinds)]
+    definitions = ast.FunctionDef | ast.ClassDef
+    nodes = [node for node in ast.walk(ast.parse(solution)) if isinstance(node, definitions)]
     for node in sorted(nodes, key=lambda node: -node.lineno):
         if node.name.startswith("_") and not node.name.startswith("__"):
             first = first_line(node) - 1
@@ -42,49 +42,51 @@ def stub_of(solution: str) -> str:
                 first -= 1
             del lines[first : node.end_lineno]
         elif ast.get_docstring(node):
-            begin = node.body[0].end_lineno
-            if match := EXERCISE.fullmatch(lines[begin]):
-                missing = f'{match[1]}raise NotImplementedError("{match[2]}")'
-                lines[begin : node.end_lineno] = [missing]
+            body_begin = node.body[0].end_lineno
+            if match := EXERCISE.fullmatch(lines[body_begin]):
+                refusal = f'{match[1]}raise NotImplementedError("{match[2]}")'
+                lines[body_begin : node.end_lineno] = [refusal]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def build(numbers: list[int]) -> dict[Path, str]:
+def build_files(numbers: list[int]) -> dict[Path, str]:
     """Return the generated files of these chapters, or of all and what is made of all, as they should be; exercises
     aside."""
-    chapters = folders(numbers)
-    readmes = [chapter / "README.md" for chapter in chapters]
+    chapters = chapter_folders(numbers)
+    readme_paths = [chapter / "README.md" for chapter in chapters]
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # their commands take most of the time
-        texts = dict(zip(readmes, pool.map(text_of, readmes), strict=True))
+        texts = dict(zip(readme_paths, pool.map(chapter_text, readme_paths), strict=True))
     files = dict(texts)
     for chapter in chapters:
-        for name, draw in pictures(chapter).items():
+        for name, draw in chapter_pictures(chapter).items():
             files[chapter / f"{name}.svg"] = draw()
     if not numbers:
-        files |= side_by_side.pages(texts) | {CHAPTERS / "front.svg": front.picture()}
+        files |= side_by_side.comparison_pages(texts) | {
+            CHAPTERS / "front.svg": front.front_picture()
+        }
         if all((chapter / "solution.py").exists() for chapter in chapters):
-            files[notebook.FILE] = notebook.make(files, stub_of)
+            files[notebook.FILE] = notebook.make_notebook(files, stub_of)
         texts |= {path: read_text(path) for path in sorted(CHAPTERS.glob("*.md"))}
     for path, text in texts.items():
         name = path.stem.replace("README", "index")
-        files[path.with_name(f"{name}.html")] = pages.page(text, links(path))
+        files[path.with_name(f"{name}.html")] = pages.render_page(text, neighbour_links(path))
     return files
 
 
-def links(path: Path) -> list[tuple[str, str]]:
+def neighbour_links(path: Path) -> list[tuple[str, str]]:
     """Return the pages that a page leads to, each with its words: the chapter before, all chapters, the next one."""
     if path.parent == CHAPTERS:
         return [] if path.stem == "README" else [("index.html", "All chapters")]
-    chapters, found = folders([]), [("../index.html", "All chapters")]
-    at = chapters.index(path.parent)
-    for folder in chapters[max(0, at - 1) : at + 2]:
+    chapters, page_links = chapter_folders([]), [("../index.html", "All chapters")]
+    index = chapters.index(path.parent)
+    for folder in chapters[max(0, index - 1) : index + 2]:
         title = title_of(read_text(folder / "README.md"))
         address = f"../{folder.name}/index.html"
         if folder < path.parent:
-            found.insert(0, (address, f"← {title}"))
+            page_links.insert(0, (address, f"← {title}"))
         if folder > path.parent:
-            found.append((address, f"{title} →"))
-    return found
+            page_links.append((address, f"{title} →"))
+    return page_links
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -105,10 +107,12 @@ def main(argv: list[str] | None = None) -> None:
         help="every exercise.py too: what was done there, and in two_hours.ipynb, is lost",
     )
     with cli.parse(argv) as args:
-        files = build(args.chapters)
+        files = build_files(args.chapters)
         if args.stubs:
             solutions = [
-                path for folder in folders(args.chapters) for path in folder.glob("solution.py")
+                path
+                for folder in chapter_folders(args.chapters)
+                for path in folder.glob("solution.py")
             ]
             if not solutions:
                 raise ValueError("stubs need a solution.py: your teacher may have it")
@@ -122,7 +126,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.check and stale:
             names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
             raise ValueError(f"stale: {names}; python3 -m chapters.builder brings them up to date")
-        if notebook.FILE in stale and not args.stubs and notebook.begun(stale[notebook.FILE]):
+        if notebook.FILE in stale and not args.stubs and notebook.has_work(stale[notebook.FILE]):
             raise ValueError(
                 f"work in {notebook.FILE.relative_to(ROOT)} would be lost: keep a copy, and use --stubs"
             )

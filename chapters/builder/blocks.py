@@ -34,25 +34,29 @@ CHAPTERS = Path(__file__).resolve().parent.parent
 ROOT = CHAPTERS.parent
 
 
-def folders(numbers: list[int]) -> list[Path]:
+def chapter_folders(numbers: list[int]) -> list[Path]:
     """Return the folders of these chapters, or of all. Raises ValueError if there is none of a number."""
-    found = {int(path.name.partition("_")[0]): path for path in sorted(CHAPTERS.glob("[0-9]*_*"))}
-    if missing := [number for number in numbers if number not in found]:
-        raise ValueError(f"there is no chapter {missing[0]}: they are {', '.join(map(str, found))}")
-    return [found[number] for number in sorted(numbers or found)]
+    folders = {}
+    for path in sorted(CHAPTERS.glob("[0-9]*_*")):
+        folders[int(path.name.partition("_")[0])] = path
+    for number in numbers:
+        if number not in folders:
+            known = ", ".join(map(str, folders))
+            raise ValueError(f"there is no chapter {number}: they are {known}")
+    return [folders[number] for number in sorted(numbers or folders)]
 
 
 @cache
-def read(name: str) -> str:
+def read_newest(name: str) -> str:
     """Return the text of a file of the project, or of the last that a name with wildcards matches."""
     return read_text(sorted(ROOT.glob(name))[-1])
 
 
 @cache
-def hunks(old: str, new: str) -> list[tuple[int, int, int, int]]:
+def find_hunks(old: str, new: str) -> list[tuple[int, int, int, int]]:
     """Return the changed lines, from 0, of two files: first and end in the old one, first and end in the new one."""
     matcher = difflib.SequenceMatcher(
-        a=read(old).splitlines(), b=read(new).splitlines(), autojunk=False
+        a=read_newest(old).splitlines(), b=read_newest(new).splitlines(), autojunk=False
     )
     return [tuple(code[1:]) for code in matcher.get_opcodes() if code[0] != "equal"]
 
@@ -62,59 +66,73 @@ def first_line(node: ast.AST) -> int:
     return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
 
 
-def names_of(node: ast.AST) -> list[str]:
+def defined_names(node: ast.AST) -> list[str]:
     """Return the names that a statement defines."""
     targets = [ast.unparse(target) for target in getattr(node, "targets", [])]
     return [*targets, getattr(node, "name", "")]
 
 
-def source(file: str, name: str) -> tuple[int, list[str]]:
+def source_lines(file: str, name: str) -> tuple[int, list[str]]:
     """Return the line number and the lines of a class, function, method (Class.method) or constant of a file."""
-    text = read(file)
+    text = read_newest(file)
     node = ast.parse(text)
-    for part in name.split("."):
-        node = next(inner for inner in node.body if part in names_of(inner))
-    first = first_line(node)
-    return first, text.splitlines()[first - 1 : node.end_lineno]
+    for name_part in name.split("."):
+        named = [inner for inner in node.body if name_part in defined_names(inner)]
+        if not named:
+            raise ValueError(f"{file} has no {name}")
+        node = named[0]
+    first_number = first_line(node)
+    return first_number, text.splitlines()[first_number - 1 : node.end_lineno]
+
+
+def line_with(words: str, lines: list[str], first: int = 0) -> int:
+    """Return the index of the first line, from `first` on, that contains words. Raises ValueError if there is none."""
+    for i in range(first, len(lines)):
+        if words in lines[i]:
+            return i
+    raise ValueError(f"no line contains {words!r}")
 
 
 def code(file: str, name: str, start: str = "", end: str = "") -> str:
     """Return a block of Python, and where it is from."""
-    first, lines = source(file, name)
+    first_number, lines = source_lines(file, name)
     if start:
-        i = next(i for i, line in enumerate(lines) if start in line)
-        j = next(j for j in range(i, len(lines)) if (end or start) in lines[j])
-        first, lines = first + i, lines[i : j + 1]
-    return shown("python", dedent("\n".join(lines)), place(file, first, len(lines)))
+        first = line_with(start, lines)
+        last = line_with(end or start, lines, first)
+        first_number, lines = first_number + first, lines[first : last + 1]
+    return fenced("python", dedent("\n".join(lines)), location(file, first_number, len(lines)))
 
 
-def shown(language: str, text: str, where: str) -> str:
+def fenced(language: str, text: str, location: str) -> str:
     """Return lines as a block, and where they are from."""
-    return f"```{language}\n{text}\n```\n<sub>{where}</sub>"
+    return f"```{language}\n{text}\n```\n<sub>{location}</sub>"
 
 
-def place(file: str, first: int, count: int) -> str:
-    where = f"line {first}" if count == 1 else f"lines {first} to {first + count - 1}"
+def location(file: str, first: int, count: int) -> str:
+    line_numbers = f"line {first}" if count == 1 else f"lines {first} to {first + count - 1}"
     if file.startswith("chapters/"):  # a student's lines may have moved
         return f"[{Path(file).name}](../../{file})"
-    return f"[{file}](../../{file}#L{first}), {where}"
+    return f"[{file}](../../{file}#L{first}), {line_numbers}"
 
 
 def diff(old: str, new: str, number: int, last: int = 0) -> str:
     """Return hunks as a block of what goes and what comes."""
-    found, lines = hunks(old, new), []
-    chosen = [found[i] for i in range(number - 1, last or number)]
-    for i, end, j, new_end in chosen:
+    changes, lines = find_hunks(old, new), []
+    end = last or number
+    if not 0 < number <= end <= len(changes):
+        raise ValueError(f"there are hunks 1 to {len(changes)}")
+    chosen = changes[number - 1 : end]
+    for begin, stop, new_begin, new_stop in chosen:
         lines += ["..."] if lines else []
-        lines += [f"-{line}" for line in read(old).splitlines()[i:end]]
-        lines += [f"+{line}" for line in read(new).splitlines()[j:new_end]]
+        lines += [f"-{line}" for line in read_newest(old).splitlines()[begin:stop]]
+        lines += [f"+{line}" for line in read_newest(new).splitlines()[new_begin:new_stop]]
     text = "\n".join(line.rstrip() for line in lines)
-    which = f"hunks {number} to {last}" if last else f"hunk {number}"
-    where = f"{which} of {len(found)}, [{new}](../../{new}#L{chosen[0][2] + 1})"
-    return shown("diff", text, where)
+    hunk_numbers = f"hunks {number} to {last}" if last else f"hunk {number}"
+    origin = f"{hunk_numbers} of {len(changes)}, [{new}](../../{new}#L{chosen[0][2] + 1})"
+    return fenced("diff", text, origin)
 
 
-def execute(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+def run_process(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a command in the project's folder; python3 stands for this Python. options: subprocess.run()'s."""
     words = (sys.executable if words[0] == "python3" else words[0], *words[1:])
     return subprocess.run(
@@ -128,8 +146,8 @@ def execute(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 
 @cache
-def run(command: str) -> str:
-    result = execute(*shlex.split(command))
+def output_of(command: str) -> str:
+    result = run_process(*shlex.split(command))
     if result.returncode:
         raise ValueError(f"{command} failed: {result.stderr.strip().splitlines()[-1]}")
     return result.stdout
@@ -138,19 +156,19 @@ def run(command: str) -> str:
 def output(command: str, *words: str) -> str:
     """Return a command, perhaps with more words, which no shell splits, and what it prints."""
     command = shlex.join([*shlex.split(command), *words])
-    printed = "\n".join(line.rstrip() for line in run(command).strip("\n").splitlines())
-    return f"```text\n$ {command}\n{printed}\n```"
+    text = "\n".join(line.rstrip() for line in output_of(command).strip("\n").splitlines())
+    return f"```text\n$ {command}\n{text}\n```"
 
 
-def pictures(chapter: Path) -> dict[str, Callable[[], str]]:
+def chapter_pictures(chapter: Path) -> dict[str, Callable[[], str]]:
     """Return the functions that draw a chapter's pictures, each an SVG, by their names."""
     return import_file(chapter / "pictures.py").PICTURES
 
 
 def picture(chapter: Path, name: str) -> str:
     """Return an image of the chapter's pictures.py; the file is written by build()."""
-    drawn = pictures(chapter)[name]()
-    alt = html.unescape(re.search(r"<desc>(.*?)</desc>", drawn, re.S).group(1))
+    svg = chapter_pictures(chapter)[name]()
+    alt = html.unescape(re.search(r"<desc>(.*?)</desc>", svg, re.S).group(1))
     return f"![{alt}]({name}.svg)"
 
 
@@ -159,10 +177,10 @@ def title_of(text: str) -> str:
     return text.partition("\n")[0].removeprefix("# ")
 
 
-def text_of(readme: Path) -> str:
+def chapter_text(readme: Path) -> str:
     """Return a chapter's README.md as it should be. Raises ValueError, which names the mark, if one fails."""
     from studies import pages
 
-    makers = {"code": code, "diff": diff, "output": output}
-    makers["picture"] = partial(picture, readme.parent)
-    return filled(readme, pages.NAMES | makers)
+    functions = {"code": code, "diff": diff, "output": output}
+    functions["picture"] = partial(picture, readme.parent)
+    return filled(readme, pages.NAMES | functions)

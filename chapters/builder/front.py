@@ -14,7 +14,7 @@ from load_gpt2_weights import load_model, load_tokenizer
 PROMPT, STEPS = "The month in which", 7
 
 
-def half(heading: str, module: ModuleType, **options: KVCache) -> dict[str, Any]:
+def half_picture(heading: str, module: ModuleType, **options: KVCache) -> dict[str, Any]:
     """Return what a half of the picture shows: each step of the text's writing, its tokens computed, and their sum."""
     tokenizer = load_tokenizer("pocket")
     ids, steps, computed = tokenizer.encode(PROMPT), [], []
@@ -27,15 +27,15 @@ def half(heading: str, module: ModuleType, **options: KVCache) -> dict[str, Any]
     return {"heading": heading, "steps": steps, "total": sum(computed)}
 
 
-def picture() -> str:
+def front_picture() -> str:
     """Return the SVG. Its rows appear one after the other; a still shows all of them."""
     halves = [
-        half("Without a cache: the whole text, at every step", gpt_baseline),
-        half("With a KV cache: the new token only", gpt_kv_cache, cache=KVCache()),
+        half_picture("Without a cache: the whole text, at every step", gpt_baseline),
+        half_picture("With a KV cache: the new token only", gpt_kv_cache, cache=KVCache()),
     ]
-    without, cached = (half["total"] for half in halves)
+    uncached, cached = (half["total"] for half in halves)
     alt = (
-        f"{STEPS} steps of writing. Without a cache every step computes the whole text again, {without} "
+        f"{STEPS} steps of writing. Without a cache every step computes the whole text again, {uncached} "
         f"tokens in all; with a KV cache it computes the new ones only, {cached} in all."
     )
     return TEMPLATES.get_template("front.svg").render(alt=alt, halves=halves, prompt=PROMPT)

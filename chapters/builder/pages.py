@@ -26,56 +26,57 @@ KINDS = {
 LEXER, FORMATTER = PythonLexer(stripnl=False, ensurenl=False), HtmlFormatter(nowrap=True)
 
 
-def coloured(text: str) -> list[str]:
+def highlight_python(text: str) -> list[str]:
     """Return the lines of Python as HTML, in the classes of Pygments; the lectures' marks have one of their own."""
-    shown = PLAIN.sub(r"\1", highlight(text, LEXER, FORMATTER)).removesuffix("\n")
-    return MARK.sub(r'<span class="c1"><span class="mark">\1</span>', shown).split("\n")
+    highlighted = PLAIN.sub(r"\1", highlight(text, LEXER, FORMATTER)).removesuffix("\n")
+    return MARK.sub(r'<span class="c1"><span class="mark">\1</span>', highlighted).split("\n")
 
 
-def fence(code: str, language: str, _: str) -> str:
+def render_fence(code: str, language: str, _: str) -> str:
     """Return a block of code."""
     code = code.removesuffix("\n")
-    shown = []
+    lines = []
     for line in code.split("\n"):
         text = html.escape(line, quote=False)
         kind = KINDS.get(language, {}).get(line[:1])
         if language == "bash":  # a long command wraps; a table doesn't
             kind = "command"
-        shown.append(f'<span class="{kind}">{text}</span>' if kind and text else text)
+        lines.append(f'<span class="{kind}">{text}</span>' if kind and text else text)
     if language == "python":
-        shown = coloured(code)
-    return "<pre><code>" + "\n".join(shown) + "</code></pre>"
+        lines = highlight_python(code)
+    return "<pre><code>" + "\n".join(lines) + "</code></pre>"
 
 
-MARKDOWN = MarkdownIt("commonmark", {"highlight": fence}).enable("table")
+MARKDOWN = MarkdownIt("commonmark", {"highlight": render_fence}).enable("table")
 
 
-def target(link: str) -> str:
+def link_target(link: str) -> str:
     """Return where a link leads: from page to page, and not to the text that a page was made of."""
     if link.startswith("../../"):
         return link
     return re.sub(r"\.md(?=#|$)", ".html", link.replace("README.md", "index.md"))
 
 
-def slug(heading: Token) -> str:
+def heading_id(heading: Token) -> str:
     """Return the id that GitHub gives a heading, so that links to #an-anchor work here too."""
     words = "".join(part.content for part in heading.children).lower()
     return re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
 
 
-def page(text: str, links: Sequence[tuple[str, str]] = ()) -> str:
+def render_page(text: str, links: Sequence[tuple[str, str]] = ()) -> str:
     """Return a README.md as a page, with links to other pages, each with its words, above and below. Comments, and with
     them the builder's marks, are left out."""
     tokens = MARKDOWN.parse(COMMENT.sub("", text))
-    seen = Counter()
+    heading_counts = Counter()
     for token, following in pairwise(tokens):
         if token.type == "heading_open":
-            name = slug(following)
-            token.attrSet("id", f"{name}-{seen[name]}" if seen[name] else name)
-            seen[name] += 1
+            name = heading_id(following)
+            count = heading_counts[name]
+            token.attrSet("id", f"{name}-{count}" if count else name)
+            heading_counts[name] += 1
         for part in token.children or []:
             if part.type == "link_open":
-                part.attrSet("href", target(part.attrGet("href")))
+                part.attrSet("href", link_target(part.attrGet("href")))
     body = MARKDOWN.renderer.render(tokens, MARKDOWN.options, {})
     title = text.partition("\n")[0].lstrip("# ")
     return TEMPLATES.get_template("page.html").render(title=title, links=links, body=body)

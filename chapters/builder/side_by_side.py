@@ -9,16 +9,17 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from chapters.builder.blocks import CHAPTERS, hunks, read
-from chapters.builder.pages import COMMENT, MARKDOWN, TEMPLATES, coloured
+from chapters.builder.blocks import CHAPTERS, find_hunks, read_newest
+from chapters.builder.pages import COMMENT, MARKDOWN, TEMPLATES, highlight_python
 
 PAIRS = (
     ("gpt_baseline.py", "gpt_kv_cache.py"),
     ("gpt_kv_cache.py", "gpt_bounded_cache.py"),
     ("gpt_kv_cache.py", "llama_kv_cache.py"),
 )
-NEAR, FEW = 3, 6  # equal lines beside a hunk that stay in sight; so many are all shown
-ALIKE = 0.5  # lines are versions of each other from here on
+NEARBY_LINES = 3  # equal lines beside a hunk that stay in sight
+SHOWN_LINES = 6  # so many equal lines between two hunks are all shown
+LEAST_LIKENESS = 0.5  # lines are versions of each other from here on
 WORDS = re.compile(
     r'^<!-- (?:about|\{\{ diff)\("(\S+)", "(\S+)", (\d+)(?:, (\d+))?\)(?: \}\})? -->\n(.*?)(?=\n\n)',
     re.M | re.S,
@@ -27,116 +28,127 @@ HUNK = re.compile(r"^```diff\n.*?^<!-- end -->\n\n", re.M | re.S)  # between a m
 LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
 
 
-def words(chapters: dict[Path, str]) -> dict[tuple[str, str], dict[int, list[str]]]:
+def margin_words(chapters: dict[Path, str]) -> dict[tuple[str, str], dict[int, list[str]]]:
     """Return, by files and the number of a hunk, what the texts of the chapters' README.md say of it."""
-    found: dict[tuple[str, str], dict[int, list[str]]] = {pair: {} for pair in PAIRS}
+    words_by_hunk: dict[tuple[str, str], dict[int, list[str]]] = {pair: {} for pair in PAIRS}
     for path, text in chapters.items():
         folder = path.parent.name
         link = f'<a href="../{folder}/index.html">chapter {int(folder[:2])}</a>'
-        for old, new, first, last, said in WORDS.findall(HUNK.sub("", text)):
-            said = re.sub(r"<!-- margin: (.*) -->", r"\1", said, flags=re.S)
-            if said.startswith(("#", "<!--", "|", "```", "- ")):
+        for old, new, first, last, words in WORDS.findall(HUNK.sub("", text)):
+            words = re.sub(r"<!-- margin: (.*) -->", r"\1", words, flags=re.S)
+            if words.startswith(("#", "<!--", "|", "```", "- ")):
                 continue  # not words on the hunk
-            said = LINK.sub(r"\1", COMMENT.sub("", said))  # links by their words
-            said = MARKDOWN.renderInline(" ".join(said.split()))
-            which = f"hunks {first} to {last}: " if last else ""
-            found[old, new].setdefault(int(first), []).append(f"{which}{said} ({link})")
-    return found
+            words = LINK.sub(r"\1", COMMENT.sub("", words))  # links by their words
+            words = MARKDOWN.renderInline(" ".join(words.split()))
+            hunk_numbers = f"hunks {first} to {last}: " if last else ""
+            notes = words_by_hunk[old, new].setdefault(int(first), [])
+            notes.append(f"{hunk_numbers}{words} ({link})")
+    return words_by_hunk
 
 
-def table(old: str, new: str, said: dict[int, list[str]]) -> dict[str, Any]:
+def two_columns(old: str, new: str, words_by_hunk: dict[int, list[str]]) -> dict[str, Any]:
     """Return what the template shows of two files: the lines of both as HTML, their indents, and rows.
 
     A row has a kind, and the indices of its lines. Its margin holds the words of a hunk that begins there, or is empty,
     or isn't its own: the words of the hunk above reach over it. Other rows stand for hidden lines, or take the rest of
     the words."""
-    texts = [read(name).splitlines() for name in (old, new)]
-    left, right = (coloured(read(name)) for name in (old, new))
-    result, hunk, i, j = [], {"span": 0}, 0, 0
-    changes = [*hunks(old, new), (len(left), len(left), len(right), len(right))]
+    texts = [read_newest(name).splitlines() for name in (old, new)]
+    left, right = (highlight_python(read_newest(name)) for name in (old, new))
+    rows, hunk, old_line, new_line = [], {"span": 0}, 0, 0
+    changes = [*find_hunks(old, new), (len(left), len(left), len(right), len(right))]
     for number, (first, end, new_first, new_end) in enumerate(changes, 1):
-        same = first - i
-        above = NEAR if number > 1 else 0  # the words of the hunk above reach as far
-        below = NEAR if number < len(changes) else 0
-        if same <= FEW:
-            above, below = same, 0
-        for step in range(same):
-            if step == above:
-                result.append({"hidden": same - above - below})
-            shown = step < above or step >= same - below
-            empty = number == 1 or step >= above
+        n_equal = first - old_line
+        n_above = NEARBY_LINES if number > 1 else 0  # the words of the hunk above reach as far
+        n_below = NEARBY_LINES if number < len(changes) else 0
+        if n_equal <= SHOWN_LINES:
+            n_above, n_below = n_equal, 0
+        for step in range(n_equal):
+            if step == n_above:
+                rows.append({"hidden": n_equal - n_above - n_below})
+            shown = step < n_above or step >= n_equal - n_below
+            empty = number == 1 or step >= n_above
             kind = "same near" if shown else "same"
-            result.append({"kind": kind, "a": i + step, "b": j + step, "empty": empty})
-            if number > 1 and step + 1 == above:
-                result.append({"rest": True})
-        hunk["span"] += above + 1
-        begin = len(result)
-        for a, b in aligned(*texts, range(first, end), range(new_first, new_end)):
-            kind = " ".join(kind for kind, line in (("old", a), ("new", b)) if line is not None)
-            result.append({"kind": kind, "a": a, "b": b})
-            if a is not None and b is not None:
-                alike, gone, come = difference(texts[0][a], texts[1][b])
-                if alike >= ALIKE:
-                    left[a], right[b] = marked(left[a], gone), marked(right[b], come)
+            rows.append({"kind": kind, "a": old_line + step, "b": new_line + step, "empty": empty})
+            if number > 1 and step + 1 == n_above:
+                rows.append({"rest": True})
+        hunk["span"] += n_above + 1
+        begin = len(rows)
+        pairs = align_lines(*texts, range(first, end), range(new_first, new_end))
+        for old_index, new_index in pairs:
+            kinds = ["old"] * (old_index is not None) + ["new"] * (new_index is not None)
+            kind = " ".join(kinds)
+            rows.append({"kind": kind, "a": old_index, "b": new_index})
+            if old_index is not None and new_index is not None:
+                likeness, removed, added = compare_lines(texts[0][old_index], texts[1][new_index])
+                if likeness >= LEAST_LIKENESS:
+                    left[old_index] = mark_differences(left[old_index], removed)
+                    right[new_index] = mark_differences(right[new_index], added)
         if number < len(changes):
-            hunk = result[begin]
-            hunk |= {"hunk": number, "span": len(result) - begin, "said": said.get(number, [])}
+            hunk = rows[begin]
+            words = words_by_hunk.get(number, [])
+            hunk |= {"hunk": number, "span": len(rows) - begin, "said": words}
             hunk["kind"] = f"first {hunk['kind']}"
-        i, j = end, new_end
+        old_line, new_line = end, new_end
     indents = [[len(line) - len(line.lstrip(" ")) for line in text] for text in texts]
-    return {"rows": result, "left": left, "right": right, "indents": indents}
+    return {"rows": rows, "left": left, "right": right, "indents": indents}
 
 
-def aligned(
-    old: list[str], new: list[str], a: range, b: range
+def align_lines(
+    old: list[str], new: list[str], old_range: range, new_range: range
 ) -> list[tuple[int | None, int | None]]:
     """Return which of lines a and b share a row: the two most alike, and then so above and below them."""
     pairs = (
-        (difference(old[i], new[j])[0], i, j)
-        for i in a
-        for j in b
-        if old[i].strip() and new[j].strip()
+        (compare_lines(old[old_index], new[new_index])[0], old_index, new_index)
+        for old_index in old_range
+        for new_index in new_range
+        if old[old_index].strip() and new[new_index].strip()
     )
-    alike, i, j = max(pairs, default=(0, 0, 0))
-    if alike < ALIKE:
-        return list(zip_longest(a, b))
-    above = aligned(old, new, range(a.start, i), range(b.start, j))
-    return [*above, (i, j), *aligned(old, new, range(i + 1, a.stop), range(j + 1, b.stop))]
+    likeness, old_index, new_index = max(pairs, default=(0, 0, 0))
+    if likeness < LEAST_LIKENESS:
+        return list(zip_longest(old_range, new_range))
+    old_above, new_above = range(old_range.start, old_index), range(new_range.start, new_index)
+    old_below, new_below = (
+        range(old_index + 1, old_range.stop),
+        range(new_index + 1, new_range.stop),
+    )
+    above = align_lines(old, new, old_above, new_above)
+    return [*above, (old_index, new_index), *align_lines(old, new, old_below, new_below)]
 
 
-def difference(old: str, new: str) -> tuple[float, list[bool], list[bool]]:
+def compare_lines(old: str, new: str) -> tuple[float, list[bool], list[bool]]:
     """Return how alike two lines are, by their words, and which characters of each aren't in the other."""
-    a, b = (re.findall(r"\w+|\W", line) for line in (old, new))
-    matcher = difflib.SequenceMatcher(a=a, b=b, autojunk=False)
-    gone, come = [], []
-    for kind, i, end, j, new_end in matcher.get_opcodes():
-        for flags, words in ((gone, a[i:end]), (come, b[j:new_end])):
+    old_words, new_words = (re.findall(r"\w+|\W", line) for line in (old, new))
+    matcher = difflib.SequenceMatcher(a=old_words, b=new_words, autojunk=False)
+    removed, added = [], []
+    for operation, old_begin, end, new_begin, new_end in matcher.get_opcodes():
+        sides = (removed, old_words[old_begin:end]), (added, new_words[new_begin:new_end])
+        for flags, words in sides:
             for word in words:
-                flags += [kind != "equal" and word != " "] * len(word)
-    return matcher.ratio(), gone, come
+                flags += [operation != "equal" and word != " "] * len(word)
+    return matcher.ratio(), removed, added
 
 
-def marked(line: str, differs: list[bool]) -> str:
+def mark_differences(line: str, differs: list[bool]) -> str:
     """Return a line of HTML, its characters that differ marked."""
     flags = iter(differs)
 
-    def mark(match: re.Match[str]) -> str:
+    def insert(match: re.Match[str]) -> str:
         if match[0][0] == "<" or not next(flags):
             return match[0]
         return f"<ins>{match[0]}</ins>"
 
-    return re.sub(r"</ins>( *)<ins>", r"\1", re.sub(r"<[^>]+>|&#?\w+;|.", mark, line))
+    return re.sub(r"</ins>( *)<ins>", r"\1", re.sub(r"<[^>]+>|&#?\w+;|.", insert, line))
 
 
-def pages(chapters: dict[Path, str]) -> dict[Path, str]:
+def comparison_pages(chapters: dict[Path, str]) -> dict[Path, str]:
     """Return the pages, named after the newer file, from the texts of the chapters' README.md."""
-    said, result = words(chapters), {}
+    words_by_pair, page_by_path = margin_words(chapters), {}
     template = TEMPLATES.get_template("side_by_side.html")
     for old, new in PAIRS:
         path = CHAPTERS / "side_by_side" / f"{Path(new).stem}.html"
         others = [pair for pair in PAIRS if pair != (old, new)]
-        shown = table(old, new, said[old, new])
-        result[path] = template.render(
-            old=old, new=new, count=len(hunks(old, new)), others=others, **shown
+        columns = two_columns(old, new, words_by_pair[old, new])
+        page_by_path[path] = template.render(
+            old=old, new=new, count=len(find_hunks(old, new)), others=others, **columns
         )
-    return result
+    return page_by_path
