@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,34 +32,47 @@ from gpt_kv_cache import GPT, KVCache, check_options, context_start, generate, s
 from pair import Pair, load_pair
 from support.printing import stream
 from support.tables import table
+from support.timing import run_in_turns, time_call
 
-# Logits (1, V) -> a token (1, 1), and the distribution (1, V).
+
+class Draft(NamedTuple):
+    """Tokens (1, k) that somebody proposes, and the distributions (k, V) that they were drawn from."""
+
+    tokens: Tensor
+    distributions: Tensor
+
+
+# Logits (1, V) -> a token (1, 1), and the distribution (1, V) that it was drawn from.
 Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
-Drafter = Callable[[Pair, int, Choose], tuple[Tensor, Tensor]]
+# A pair, the most tokens to draft, and how to choose them.
+Drafter = Callable[[Pair, int, Choose], Draft]
 
 
-def by_student(pair: Pair, k: int, choose: Choose) -> tuple[Tensor, Tensor]:
-    """Let the student write k tokens; return them (1, k) and the distributions (k, V) that they were drawn from."""
+def draft_by_student(pair: Pair, k: int, choose: Choose) -> Draft:
+    """Let the student write k tokens."""
     unread = pair.ids[:, pair.cached_from + len(pair.student_cache) :]
-    tokens, drawn_from = [pair.ids[:, :0]], [torch.empty(0, pair.student.config.vocab_size)]
+    tokens = [pair.ids[:, :0]]
+    distributions = [torch.empty(0, pair.student.config.vocab_size)]
     for _ in range(k):
-        token, q = choose(pair.student(unread, pair.student_cache, last_only=True)[:, -1])
+        logits = pair.student(unread, pair.student_cache, last_only=True)[:, -1]
+        token, distribution = choose(logits)
         unread = token.to(pair.ids.device)
         tokens.append(unread)
-        drawn_from.append(q)
-    return torch.cat(tokens, 1), torch.cat(drawn_from)
+        distributions.append(distribution)
+    return Draft(torch.cat(tokens, 1), torch.cat(distributions))
 
 
-def from_the_text(pair: Pair, k: int, choose: Choose) -> tuple[Tensor, Tensor]:
-    """Copy up to k tokens (1, k): those that followed the last 3, 2 or 1 tokens of the text the last time that these
+def draft_from_text(pair: Pair, k: int, choose: Choose) -> Draft:
+    """Copy up to k tokens: those that followed the last 3, 2 or 1 tokens of the text the last time that these
     occurred. No student is needed."""
-    text, none = pair.ids[0], torch.empty(0, pair.teacher.config.vocab_size)
-    for n in range(min(3, len(text) - 1), 0, -1):
-        found = (text[:-1].unfold(0, n, 1) == text[-n:]).all(1).nonzero()  # (matches, 1)
-        if len(found):
-            tokens = text[int(found[-1]) + n :][:k]
-            return tokens[None], F.one_hot(tokens.cpu(), none.size(1)).double()
-    return pair.ids[:, :0], none
+    text, vocab_size = pair.ids[0], pair.teacher.config.vocab_size
+    for length in range(min(3, len(text) - 1), 0, -1):
+        same = (text[:-1].unfold(0, length, 1) == text[-length:]).all(1)
+        places = same.nonzero()  # (places, 1)
+        if len(places):
+            tokens = text[int(places[-1]) + length :][:k]
+            return Draft(tokens[None], F.one_hot(tokens.cpu(), vocab_size).double())
+    return Draft(pair.ids[:, :0], torch.empty(0, vocab_size))
 
 
 def probabilities(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
@@ -72,20 +86,20 @@ def probabilities(logits: Tensor, temperature: float, top_k: int | None) -> Tens
     return (logits.double() / temperature).softmax(-1)
 
 
-def draw(weights: Tensor, generator: torch.Generator | None) -> Tensor:
+def draw_index(weights: Tensor, generator: torch.Generator | None) -> Tensor:
     """Return an index (1,) drawn in proportion to weights (V,); the generator may be of another device."""
     sums = weights.cumsum(0)
-    index = torch.searchsorted(sums, uniform(1, generator) * sums[-1], right=True)
+    index = torch.searchsorted(sums, uniform_numbers(1, generator) * sums[-1], right=True)
     return index.clamp(max=len(sums) - 1)
 
 
-def uniform(n: int, generator: torch.Generator | None) -> Tensor:
+def uniform_numbers(n: int, generator: torch.Generator | None) -> Tensor:
     """Return n random numbers between 0 and 1, on the CPU."""
     device = generator.device if generator else "cpu"
     return torch.rand(n, generator=generator, device=device).cpu().double()
 
 
-def agree(
+def accept_draft(
     p: Tensor, q: Tensor, draft: Tensor, generator: torch.Generator | None
 ) -> tuple[int, Tensor]:
     """Return how many of a draft (k,) stay, and the token (1,) that follows them, so that all of them are distributed
@@ -93,23 +107,56 @@ def agree(
 
     Source: Leviathan et al. 2023, algorithm 1.
     """
-    each = torch.arange(len(draft))
-    ratio = p[each, draft] / q[each, draft]  # (k,)
-    stays = uniform(len(draft), generator) < ratio
-    n = int(stays.cumprod(0).sum())
-    rest = p[n]  # (V,)
-    if n < len(draft):
-        rest = (p[n] - q[n]).clamp(min=0)
-    return n, draw(rest, generator)
+    places = torch.arange(len(draft))
+    ratio = p[places, draft] / q[places, draft]  # (k,)
+    stays = uniform_numbers(len(draft), generator) < ratio
+    accepted = int(stays.cumprod(0).sum())
+    remainder = p[accepted]  # (V,)
+    if accepted < len(draft):
+        remainder = (p[accepted] - q[accepted]).clamp(min=0)
+    return accepted, draw_index(remainder, generator)
+
+
+def verify_draft(
+    pair: Pair,
+    draft: Draft,
+    to_probabilities: Callable[[Tensor], Tensor],
+    generator: torch.Generator | None,
+) -> Tensor:
+    """Let the teacher read a draft in one pass; return the tokens (1, accepted + 1) that the text gets: those of the
+    draft that stay, and one of the teacher's own."""
+    unread = pair.ids[:, pair.cached_from + len(pair.teacher_cache) :]
+    logits = pair.teacher(torch.cat([unread, draft.tokens], 1), pair.teacher_cache)[0]  # (k + 1, V)
+    p = to_probabilities(logits)
+    accepted, token = accept_draft(p, draft.distributions, draft.tokens[0].cpu(), generator)
+    return torch.cat([draft.tokens[:, :accepted], token[None].to(unread.device)], 1)
+
+
+def cut_after(tokens: Tensor, stop_id: int | None) -> Tensor:
+    """Return tokens (1, N) up to the first that is stop_id."""
+    written = tokens[0].tolist()
+    if stop_id in written:
+        return tokens[:, : written.index(stop_id) + 1]
+    return tokens
+
+
+def cut_caches(pair: Pair, length: int, first_new: int) -> None:
+    """Keep the first tokens in both caches. From first_new on they are new, and the student takes the teacher's entries
+    if they fit it."""
+    pair.teacher_cache.truncate(length)
+    if pair.same_geometry:
+        pair.copy_teacher_cache(first_new)
+    else:
+        pair.student_cache.truncate(min(len(pair.student_cache), length))
 
 
 @dataclass
-class Passes:
-    """The teacher's passes over drafts."""
+class DraftCounts:
+    """What became of drafts."""
 
-    count: int = 0
+    passes: int = 0  # of the teacher, one a draft
     drafted: int = 0  # tokens
-    agreed: int = 0  # of them
+    accepted: int = 0  # of them
 
 
 @torch.no_grad()
@@ -117,8 +164,8 @@ def speculate(
     pair: Pair,
     max_new_tokens: int,
     k: int,
-    draft: Drafter = by_student,
-    passes: Passes | None = None,
+    drafter: Drafter = draft_by_student,
+    counts: DraftCounts | None = None,
     *,
     temperature: float = 0.0,
     top_k: int | None = None,
@@ -128,9 +175,9 @@ def speculate(
     """Yield the tokens (1, 1) that the teacher alone would write after the pair's prompt (1, T), or, sampled, tokens of
     the same distribution. The entries of what the teacher has read replace the student's, as at a refresh.
 
-    passes: counts. Other options and errors are those of gpt_kv_cache.generate(); ValueError too if k is less than 1,
-    there are several texts, or the student's context is shorter than the teacher's, which would forget earlier than
-    alone.
+    k: the most tokens of a draft; counts: added to. Other options and errors are those of gpt_kv_cache.generate();
+    ValueError too if k is less than 1, there are several texts, or the student's context is shorter than the teacher's,
+    which would forget earlier than alone.
     """
     check_options(pair.ids, max_new_tokens, temperature, top_k)
     if k < 1 or len(pair.ids) != 1:
@@ -142,97 +189,107 @@ def speculate(
             f"the student's context of {pair.n_ctx} is shorter than the teacher's, "
             f"{pair.teacher.config.n_ctx}"
         )
+    to_probabilities = partial(probabilities, temperature=temperature, top_k=top_k)
 
     def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
-        q = probabilities(logits, temperature, top_k)
-        return draw(q[0], generator)[None], q
+        distribution = to_probabilities(logits)
+        return draw_index(distribution[0], generator)[None], distribution
 
-    written, passes = 0, passes or Passes()
-    while written < max_new_tokens:
-        n = pair.ids.size(1)
-        if not len(pair.teacher_cache) or context_start(n, pair.n_ctx) > pair.cached_from:
+    counts = counts or DraftCounts()
+    left = max_new_tokens
+    while left > 0:
+        text_length, first_new = pair.ids.size(1), len(pair.teacher_cache)
+        if first_new == 0 or context_start(text_length, pair.n_ctx) > pair.cached_from:
             pair.prefill()
             new = sample(pair.logits, temperature, top_k, generator)  # (1, 1)
         else:
-            shared, room = len(pair.teacher_cache), pair.cached_from + pair.n_ctx - n
-            drafted, q = draft(pair, min(k, max_new_tokens - written - 1, room), choose)
-            unread = torch.cat([pair.ids[:, pair.cached_from + shared :], drafted], 1)
-            logits = pair.teacher(unread, pair.teacher_cache)[0]  # (drafted + 1, V)
-            p = probabilities(logits, temperature, top_k)
-            agreed, token = agree(p, q, drafted[0].cpu(), generator)
-            token = token[None].to(pair.ids.device)
-            new = torch.cat([drafted[:, :agreed], token], 1)  # (1, agreed + 1)
-            if stop_id in (said := new[0].tolist()):  # what follows it was never written
-                new = new[:, : said.index(stop_id) + 1]
-                agreed = new.size(1) - 1
-            pair.teacher_cache.truncate(n + agreed - pair.cached_from)
-            if pair.same_geometry:
-                pair.copy_teacher_cache(shared)
-            else:
-                pair.student_cache.truncate(min(len(pair.student_cache), len(pair.teacher_cache)))
-            passes.count += 1
-            passes.drafted += drafted.size(1)
-            passes.agreed += agreed
+            room = pair.cached_from + pair.n_ctx - text_length
+            draft = drafter(pair, min(k, left - 1, room), choose)
+            new = verify_draft(pair, draft, to_probabilities, generator)
+            new = cut_after(new, stop_id)
+            accepted = new.size(1) - 1
+            cut_caches(pair, text_length + accepted - pair.cached_from, first_new)
+            counts.passes += 1
+            counts.drafted += draft.tokens.size(1)
+            counts.accepted += accepted
         pair.ids = torch.cat([pair.ids, new], 1)
-        written += new.size(1)
+        left -= new.size(1)
         yield from new.split(1, 1)
         if int(new[0, -1]) == stop_id:
             return
 
 
-DRAFTS = {"student": by_student, "text": from_the_text}
-LENGTHS = (4, 8, 16)  # of drafts, in the demo
+DRAFTERS = {"student": draft_by_student, "text": draft_from_text}
+DRAFT_LENGTHS = (4, 8, 16)  # of drafts, in the demo
 
 
 @torch.no_grad()
 def pass_seconds(model: torch.nn.Module) -> dict[int, float]:
-    """Return the seconds of a pass over 1 token after 200 others, and over each of LENGTHS and one more: medians of 3,
+    """Return the seconds of a pass over 1 token after 200 others, and over each of DRAFT_LENGTHS and one more: medians of 3,
     taken in turns."""
     cache, ids = KVCache(), torch.zeros(1, 200, dtype=torch.long, device=model.wte.weight.device)
     model(ids, cache, last_only=True)
-    seconds: dict[int, list[float]] = {k + 1: [] for k in (0, *LENGTHS)}
-    for T in [*seconds] * 3:
-        begun = time.perf_counter()
-        int(model(ids[:, :T], cache).argmax())  # waits for the device
-        seconds[T].append(time.perf_counter() - begun)
+
+    def time_pass(length: int, turn: int) -> float:
+        seconds, _ = time_call(lambda: int(model(ids[:, :length], cache).argmax()))
         cache.truncate(200)
-    return {T: statistics.median(runs) for T, runs in seconds.items()}
+        return seconds
+
+    runs = {k + 1: partial(time_pass, k + 1) for k in (0, *DRAFT_LENGTHS)}
+    return {length: statistics.median(times) for length, times in run_in_turns(runs, 3).items()}
 
 
 @torch.no_grad()
 def demo(
-    pair: tuple[torch.nn.Module, torch.nn.Module],
+    models: tuple[torch.nn.Module, torch.nn.Module],
     prompts: list[Tensor],
-    n: int,
-    by: str,
-    large: dict[int, float],
-    drafting: float,
+    max_new_tokens: int,
+    drafter: Drafter,
+    large_seconds: dict[int, float],
+    draft_seconds: float,
 ) -> None:
-    """Print what drafts of several lengths save, beside the teacher alone.
+    """Print what drafts of several lengths save a teacher and its student, beside the teacher alone.
 
-    large: seconds of a pass over so many tokens, of a larger teacher that is assumed to agree as often; drafting:
-    seconds for a token of a draft.
+    large_seconds: of a pass over so many tokens, of a larger teacher that is assumed to agree as often; draft_seconds:
+    for a token of a draft.
     """
+    teacher, student = models
     for ids in prompts:
-        list(generate(pair[0], ids, n))  # a process's first passes are slow
-    rows, exact, total = [], [], n * len(prompts)
-    for k in (0, *LENGTHS):
-        texts, passes = [], Passes()
-        begun = time.perf_counter()
+        list(generate(teacher, ids, max_new_tokens))  # a process's first passes are slow
+    total = max_new_tokens * len(prompts)
+
+    def write_all(k: int, counts: DraftCounts) -> list[list[int]]:
+        texts = []
         for ids in prompts:
-            tokens = generate(pair[0], ids, n)
             if k:
-                tokens = speculate(Pair(*pair, ids), n, k, DRAFTS[by], passes)
+                pair = Pair(teacher, student, ids)
+                tokens = speculate(pair, max_new_tokens, k, drafter, counts)
+            else:
+                tokens = generate(teacher, ids, max_new_tokens)
             texts.append([int(token) for token in tokens])
-        seconds = time.perf_counter() - begun
-        name, stay = f"drafts of {k}", f"{passes.agreed / max(1, passes.drafted):.0%}"
-        if not k:
-            name, stay, exact = "the teacher alone", "", texts
-            passes.count = total - len(prompts)  # a text's first token is the prefill's
-        same = sum(text == other for text, other in zip(texts, exact, strict=True))
-        at_large = total / (passes.count * large[k + 1] + passes.drafted * drafting)
-        cells = [name, f"{total / seconds:.0f}", f"{1000 * passes.count / total:.0f}", stay]
-        rows.append([*cells, f"{same} of {len(exact)}", f"{at_large:.0f}"])
+        return texts
+
+    rows = []
+    for k in (0, *DRAFT_LENGTHS):
+        counts = DraftCounts()
+        seconds, texts = time_call(partial(write_all, k, counts))
+        if k:
+            name, share = f"drafts of {k}", f"{counts.accepted / max(1, counts.drafted):.0%}"
+        else:
+            name, share, teacher_texts = "the teacher alone", "", texts
+            counts.passes = total - len(prompts)  # a text's first token is the prefill's
+        same = sum(text == other for text, other in zip(texts, teacher_texts, strict=True))
+        at_large = counts.passes * large_seconds[k + 1] + counts.drafted * draft_seconds
+        rows.append(
+            [
+                name,
+                f"{total / seconds:.0f}",
+                f"{1000 * counts.passes / total:.0f}",
+                share,
+                f"{same} of {len(prompts)}",
+                f"{total / at_large:.0f}",
+            ]
+        )
     header = ["", "tokens/s", "passes in 1,000 tokens", "drafts stay", "the teacher's text"]
     print(table([*header, "tokens/s at 124M"], rows[::-1]))
 
@@ -257,7 +314,7 @@ def main(argv: list[str] | None = None) -> None:
         "--draft", default=8, type=whole_number(1), metavar="K", help="tokens of a draft"
     )
     one_way.add_argument(
-        "--by", default="student", choices=[*DRAFTS], help="where drafts come from"
+        "--by", default="student", choices=[*DRAFTERS], help="where drafts come from"
     )
     with cli.parse(argv) as args:
         teacher, student, tokenizer = load_pair(
@@ -270,14 +327,14 @@ def main(argv: list[str] | None = None) -> None:
         if args.action == "write":
             ids = [tokenizer.encode(args.prompt, allowed_special="all")]
             pair = Pair(teacher, student, torch.tensor(ids, device=args.device))
-            passes = Passes()
+            counts = DraftCounts()
             print(f"\n{args.prompt}", end="", flush=True)
             tokens = speculate(
                 pair,
                 args.max_new_tokens,
                 args.draft,
-                DRAFTS[args.by],
-                passes,
+                DRAFTERS[args.by],
+                counts,
                 top_k=args.top_k,
                 temperature=args.temperature,
                 stop_id=tokenizer.eot_token,
@@ -285,31 +342,36 @@ def main(argv: list[str] | None = None) -> None:
             )
             written, _ = stream(tokens, tokenizer, pair)
             return print(
-                f"[{passes.count} passes of the teacher for {len(written) - 1} tokens after the first; "
-                f"{passes.agreed} of {passes.drafted} drafted tokens stayed]"
+                f"[{counts.passes} passes of the teacher for {len(written) - 1} tokens after the first; "
+                f"{counts.accepted} of {counts.drafted} drafted tokens stayed]"
             )
-        n = args.max_new_tokens
-        if n < 2:
-            raise ValueError(f"the demo compares at least 2 tokens, got {n}")
+        if args.max_new_tokens < 2:
+            raise ValueError(f"the demo compares at least 2 tokens, got {args.max_new_tokens}")
         lists = sorted(corpus.repeated_lists("test", 7), key=lambda texts: -len(texts[1]))
-        begun = [tokenizer.encode(before) for before, _ in lists[:3]]
-        large = pass_seconds(random_model(GPT, "124M").to(args.device))
-        for by, prompts, drafting, about in (
-            ("text", begun, 0.0, "that say a list again: drafts are copied from the text"),
+        list_beginnings = [tokenizer.encode(beginning) for beginning, _ in lists[:3]]
+        large_seconds = pass_seconds(random_model(GPT, "124M").to(args.device))
+        for drafter, prompts, draft_seconds, description in (
             (
-                "student",
+                draft_from_text,
+                list_beginnings,
+                0.0,
+                "that say a list again: drafts are copied from the text",
+            ),
+            (
+                draft_by_student,
                 corpus.beginnings(tokenizer, "test", 3, 192),
                 pass_seconds(student)[1],
                 "of stories and dialogues: the student drafts",
             ),
         ):
-            print(f"3 texts of {n} tokens {about}\n")
+            print(f"3 texts of {args.max_new_tokens} tokens {description}\n")
             tensors = [torch.tensor([ids], device=args.device) for ids in prompts]
-            demo((teacher, student), tensors, n, by, large, drafting)
+            models = (teacher, student)
+            demo(models, tensors, args.max_new_tokens, drafter, large_seconds, draft_seconds)
             print()
         print(f"""\
-The last column: as if a pass of the teacher took GPT-2 124M's time (random weights), here {1000 * large[1]:.0f} ms
-over 1 token and {1000 * large[9]:.0f} over 9, and drafts their own.
+The last column: as if a pass of the teacher took GPT-2 124M's time (random weights), here {1000 * large_seconds[1]:.0f} ms
+over 1 token and {1000 * large_seconds[9]:.0f} over 9, and drafts their own.
 The full study: python3 -m studies.speculation""")
 
 

@@ -30,7 +30,7 @@ def same(write):
 CHECKS = {
     "recycle": "same(answer)\nassert 20 < len(store.get(prompts[0])) == len(prompts[0]) - 1",
     "paged": "same(ask)",
-    "speculate": "same(lambda ids, n: write(ids, n)[0])\nsame(lambda ids, n: write(ids, n, by_student)[0])",
+    "speculate": "same(lambda ids, n: write(ids, n)[0])\nsame(lambda ids, n: write(ids, n, draft_by_student)[0])",
 }
 TRANSFORMERS = """
 import torch, transformers

@@ -16,11 +16,11 @@ from gpt_kv_cache import GPT, GPTConfig, KVCache, generate, sample
 from pair import Pair
 from pocket.evaluation import nats_of
 from speculate import (
+    DraftCounts,
     Drafter,
-    Passes,
-    agree,
-    by_student,
-    from_the_text,
+    accept_draft,
+    draft_by_student,
+    draft_from_text,
     main,
     probabilities,
     speculate,
@@ -47,7 +47,11 @@ def student(kind: str) -> nn.Module:
 def test_a_verified_draft_is_the_teachers_own_text(teacher, student, n_prompt: int, k: int) -> None:
     ids = prompts(T=n_prompt)
     expected = torch.cat(list(generate(teacher, ids, 45)), 1)
-    for drafts, draft in [(student, by_student), (teacher, by_student), (student, from_the_text)]:
+    for drafts, draft in [
+        (student, draft_by_student),
+        (teacher, draft_by_student),
+        (student, draft_from_text),
+    ]:
         pair = Pair(teacher, drafts, ids)
         assert torch.equal(torch.cat(list(speculate(pair, 45, k, draft)), 1), expected)
         assert torch.equal(pair.ids[:, n_prompt:], expected)
@@ -66,9 +70,9 @@ def test_a_student_of_another_geometry_drafts_from_its_own_cache(teacher) -> Non
 
 
 def test_a_teacher_that_drafts_for_itself_agrees_with_all_of_it(teacher) -> None:
-    pair, passes = Pair(teacher, teacher, prompts()), Passes()
-    list(speculate(pair, 1 + 6 * 4, 5, passes=passes))  # the first token is the prefill's
-    assert passes == Passes(count=4, drafted=20, agreed=20)
+    pair, counts = Pair(teacher, teacher, prompts()), DraftCounts()
+    list(speculate(pair, 1 + 6 * 4, 5, counts=counts))  # the first token is the prefill's
+    assert counts == DraftCounts(passes=4, drafted=20, accepted=20)
     assert all(map(torch.equal, pair.teacher_cache.layers, pair.student_cache.layers))
 
 
@@ -92,10 +96,10 @@ class Parrot(GPT):
 
 
 def test_a_text_that_repeats_itself_is_copied(student) -> None:
-    pair, passes = Pair(Parrot(CONFIG).eval(), student, torch.arange(9)[None] % 7), Passes()
-    written = [int(token) for token in speculate(pair, 25, 5, from_the_text, passes)]
+    pair, counts = Pair(Parrot(CONFIG).eval(), student, torch.arange(9)[None] % 7), DraftCounts()
+    written = [int(token) for token in speculate(pair, 25, 5, draft_from_text, counts)]
     assert written == [i % 7 for i in range(2, 27)]
-    assert passes == Passes(count=4, drafted=20, agreed=20)
+    assert counts == DraftCounts(passes=4, drafted=20, accepted=20)
 
 
 def test_a_draft_is_accepted_so_that_the_teachers_distribution_comes_out() -> None:
@@ -105,7 +109,7 @@ def test_a_draft_is_accepted_so_that_the_teachers_distribution_comes_out() -> No
     q = torch.tensor([[0.2, 0.3, 0.2, 0.3], [0.7, 0.1, 0.1, 0.1]]).double()
     counts, lengths = torch.zeros(3, 4), torch.zeros(3)
     for draft in torch.multinomial(q, draws, replacement=True, generator=generator).T:
-        n, token = agree(p, q, draft, generator)
+        n, token = accept_draft(p, q, draft, generator)
         lengths[n] += 1
         for i, x in enumerate([*draft[:n].tolist(), int(token)]):
             counts[i, x] += 1
@@ -115,9 +119,11 @@ def test_a_draft_is_accepted_so_that_the_teachers_distribution_comes_out() -> No
 
 
 def test_a_token_without_a_chance_is_never_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("speculate.uniform", lambda n, _: torch.zeros(n, dtype=torch.double))
+    monkeypatch.setattr(
+        "speculate.uniform_numbers", lambda n, _: torch.zeros(n, dtype=torch.double)
+    )
     p, q = torch.eye(3, dtype=torch.double)[[1, 2]], torch.eye(3, dtype=torch.double)[[0]]
-    n, token = agree(p, q, torch.tensor([0]), None)
+    n, token = accept_draft(p, q, torch.tensor([0]), None)
     assert (n, int(token)) == (0, 1)
 
 
@@ -131,7 +137,7 @@ def test_probabilities_are_those_that_sample_draws_from(
     assert torch.allclose(shares, probabilities(logits, temperature, top_k)[0].float(), atol=0.015)
 
 
-@pytest.mark.parametrize("draft", [by_student, from_the_text])
+@pytest.mark.parametrize("draft", [draft_by_student, draft_from_text])
 def test_sampled_texts_have_the_teachers_distribution(draft: Drafter) -> None:
     tiny = GPTConfig(vocab_size=4, n_ctx=8, n_layer=1, n_head=1, n_embd=8)
     teacher, student, ids = model_of(tiny, 6), model_of(tiny, 7), torch.tensor([[1, 2, 1]])

@@ -20,12 +20,12 @@ import torch
 from pair import Pair, load_pair
 from pocket import corpus
 from pocket.evaluation import nats_of
-from speculate import DRAFTS, Passes, speculate
+from speculate import DRAFTERS, DraftCounts, speculate
 from studies.core import Rows, run_study
 from studies.refreshing.study import MODES, Texts, size_of
 from support.timing import TimedText, run_in_turns, time_text
 
-BY = {"exact": DRAFTS["student"], "text": DRAFTS["text"]}
+BY = {"exact": DRAFTERS["student"], "text": DRAFTERS["text"]}
 SIZES = (4, 8, 16)  # of drafts and bursts
 WAYS = [
     "teacher",
@@ -36,29 +36,29 @@ WAYS = [
 
 
 class Written(NamedTuple):
-    """A text's tokens and times, the teacher's mean nats, and its passes."""
+    """A text's tokens and times, the teacher's mean nats, and what became of drafts."""
 
     run: TimedText
     nats: float
-    passes: Passes
+    counts: DraftCounts
 
 
 def write(texts: Texts, way: str, mode: str, turn: int) -> Written:
     """Continue the prompt of a turn in one way."""
     teacher, ids, n = texts.models["teacher"], texts.prompts["test"][turn][None], texts.n
-    (kind, _, k), passes = way.partition(":"), Passes()
+    (kind, _, k), counts = way.partition(":"), DraftCounts()
     if kind in BY:
         pair = Pair(**texts.models, ids=ids)
         generator = torch.Generator().manual_seed(turn)
         options = {"temperature": MODES[mode], "generator": generator}
-        tokens = speculate(pair, n, int(k), BY[kind], passes, **options)
+        tokens = speculate(pair, n, int(k), BY[kind], counts, **options)
     else:
         tokens, pair = texts.writing(way, ids, mode, turn)
     took = time_text(lambda: tokens)
     if kind not in BY:
-        passes.count = int(pair.teacher_passes) if pair else n - 1
+        counts.passes = int(pair.teacher_passes) if pair else n - 1
     nats = nats_of(teacher, ids[0].tolist() + took.ids)[-n:]
-    return Written(took, float(nats.mean()), passes)
+    return Written(took, float(nats.mean()), counts)
 
 
 @torch.no_grad()
@@ -79,13 +79,13 @@ def compare(texts: Texts, mode: str) -> None:
             way,
             at,
             perplexity=[x.nats for x in several],
-            passes=[1000 * x.passes.count / texts.n for x in several],
+            passes=[1000 * x.counts.passes / texts.n for x in several],
             tps=[texts.n / x.run.total_seconds for x in several],
             same=map(float, same),
         )
-        drafted = sum(x.passes.drafted for x in several)
+        drafted = sum(x.counts.drafted for x in several)
         if drafted:
-            kept = sum(x.passes.agreed for x in several) / drafted
+            kept = sum(x.counts.accepted for x in several) / drafted
             rows.add_figures(way, at, len(several), kept=[kept])
 
 
