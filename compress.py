@@ -41,13 +41,14 @@ from support.statistics import kl
 from support.tables import table
 
 BITS = (2, 4, 8, 32)  # 32: kept as they are
+Held = tuple[Tensor, ...]  # what a layer holds, all of it (..., B, H, tokens or groups, ...)
 
 
 class CompressedCache(KVCache):
     """A cache that holds the tokens of earlier passes in another form. A subclass says in which:
     `compressed` takes the tokens of a pass in, `parts` gives back what a query attends to.
 
-    layers: of each layer, the tensors of that form, all of them (..., B, H, tokens or groups, ...).
+    layers: of each layer, a named tuple of tensors, which is that form.
     pos: the positions of all tokens read, so that len() counts those.
     """
 
@@ -55,11 +56,12 @@ class CompressedCache(KVCache):
         super().__init__()
         self.pending: list[Tensor] = []  # of each layer, those of this pass (2, B, H, T, D)
 
-    def compressed(self, layer: int, held: list[Tensor], new: Tensor) -> list[Tensor]:
-        """Return a layer's tensors with keys and values (2, B, H, T, D) taken in; held: [] at first."""
+    def compressed(self, layer: int, held: Held | None, new: Tensor) -> Held:
+        """Return what a layer holds once keys and values (2, B, H, T, D) are taken in; held is None
+        for the first ones."""
         raise NotImplementedError
 
-    def parts(self, held: list[Tensor]) -> list[Tensor]:
+    def parts(self, held: Held) -> list[Tensor]:
         """Return the keys and values (2, B, H, S_i, D) that a query attends to, in parts."""
         raise NotImplementedError
 
@@ -70,12 +72,13 @@ class CompressedCache(KVCache):
         them (B, H, S + T, D), and a mask (T, S + T): all that is held, and up to one's own position.
         Raises ValueError if the cache is of another batch size, geometry, device or dtype."""
         new = torch.stack([k, v])  # (2, B, H, T, D)
-        if not len(self):
-            self.pending[layer:] = [new]
+        parts = self.parts(self.layers[layer]) if len(self) > 0 else []
+        if parts:
+            self.check(parts[-1], new)
+        del self.pending[layer:]  # what a failed pass left
+        self.pending.append(new)
+        if not parts:
             return k, v, None
-        parts = self.parts(self.layers[layer])
-        self.check(parts[-1], new)
-        self.pending[layer:] = [new]  # in place of what a failed pass left
         kv = torch.cat([*parts, new], dim=3)
         if len(pos) == 1:
             return kv[0], kv[1], None
@@ -87,7 +90,7 @@ class CompressedCache(KVCache):
         """Count the tokens at positions pos (T,) as read, and compress what has become old."""
         layers = []
         for layer, new in enumerate(self.pending):
-            held = self.layers[layer] if len(self) else []
+            held = self.layers[layer] if len(self) > 0 else None
             layers.append(self.compressed(layer, held, new.detach()))
         self.layers, self.pending = layers, []
         super().commit(pos)
@@ -101,9 +104,9 @@ class CompressedCache(KVCache):
         for held in self.layers:
             moved = []
             for x in held:
-                kind = dtype if x.is_floating_point() else x.dtype  # codes stay integers
-                moved.append(x.to(device, kind, copy=True))
-            other.layers.append(moved)
+                new_dtype = dtype if x.is_floating_point() else x.dtype  # codes stay integers
+                moved.append(x.to(device, new_dtype, copy=True))
+            other.layers.append(type(held)(*moved))
         other.pos = self.pos.to(device, copy=True)
         other.pending = []
         return other
@@ -115,12 +118,32 @@ class CompressedCache(KVCache):
         """Bytes of all that is held between passes."""
         return sum(x.nbytes for held in self.layers for x in held)
 
+    def snapshot(self) -> dict[str, object]:
+        """Return how many slots the first layer has; no slot stands for a token: heads may hold
+        different ones."""
+        size = 0
+        if len(self) > 0:
+            size = sum(part.size(3) for part in self.parts(self.layers[0]))
+        return {"slots": [], "size": size}
+
     def table(self, tokens: list[str] | tuple[str, ...] = ()) -> str:
-        """Return in a line what is held; tokens aren't shown: heads hold different ones."""
-        held = sum(part.size(3) for part in self.parts(self.layers[0])) if len(self) else 0
+        """Return in a line what is held; tokens aren't shown."""
+        held = self.snapshot()["size"]
         return f"{type(self).__name__}: {len(self)} tokens read, {held} held, {self.nbytes:,} bytes"
 
     __str__ = __repr__ = table
+
+
+class RoundedTokens(NamedTuple):
+    """What a layer of a QuantizedCache holds: N groups of G tokens in few bits, and the latest."""
+
+    key_codes: Tensor  # (B, H, N, G, bytes)
+    key_scale: Tensor  # (B, H, N, 1, D)
+    key_zero: Tensor  # (B, H, N, 1, D)
+    value_codes: Tensor  # (B, H, N, G, bytes)
+    value_scale: Tensor  # (B, H, N, G, 1)
+    value_zero: Tensor  # (B, H, N, G, 1)
+    exact: Tensor  # (2, B, H, S, D), keys and values of the latest tokens
 
 
 class QuantizedCache(CompressedCache):
@@ -147,39 +170,40 @@ class QuantizedCache(CompressedCache):
             raise ValueError(f"group {group}, residual {residual}: must be at least 1 and 0")
         self.bits, self.group, self.residual = bits, group, residual
 
-    def compressed(self, layer: int, held: list[Tensor], new: Tensor) -> list[Tensor]:
-        """Return codes, scale and zero of the keys (B, H, N, G, D), the same of the values, and the
-        exact keys and values of the latest tokens (2, B, H, S, D)."""
-        *rounded, exact = held or [new]
-        if held:
-            exact = torch.cat([exact, new], dim=3)
+    def compressed(self, layer: int, held: RoundedTokens | None, new: Tensor) -> RoundedTokens:
+        """Return what is held, with the tokens rounded that enough others follow now."""
+        exact = new
+        if held is not None:
+            exact = torch.cat([held.exact, new], dim=3)
         groups = max(0, exact.size(3) - self.residual) // self.group
-        if not groups and held:
-            return [*rounded, exact]
-        old = exact[..., : groups * self.group, :].unflatten(3, (groups, self.group))
-        keys, values = old  # (B, H, N, G, D) each
-        more = [*quantized(keys, self.bits, dim=-2), *quantized(values, self.bits, dim=-1)]
-        if held:
-            more = [torch.cat(pair, dim=2) for pair in zip(rounded, more, strict=True)]
-        return [*more, exact[..., groups * self.group :, :].clone()]
+        if groups == 0 and held is not None:
+            return held._replace(exact=exact)
+        n_rounded = groups * self.group
+        keys, values = exact[..., :n_rounded, :].unflatten(3, (groups, self.group))
+        rounded = [*quantized(keys, self.bits, dim=-2), *quantized(values, self.bits, dim=-1)]
+        if held is not None:
+            *earlier, _ = held
+            rounded = [torch.cat(pair, dim=2) for pair in zip(earlier, rounded, strict=True)]
+        return RoundedTokens(*rounded, exact[..., n_rounded:, :].clone())
 
-    def parts(self, held: list[Tensor]) -> list[Tensor]:
+    def parts(self, held: RoundedTokens) -> list[Tensor]:
         """Return the rounded tokens' keys and values, then the exact ones'."""
-        keys = dequantized(*held[:3], self.bits).flatten(2, 3)  # (B, H, N * G, D)
-        values = dequantized(*held[3:6], self.bits).flatten(2, 3)
-        return [torch.stack([keys, values]), held[6]]
+        keys = dequantized(held.key_codes, held.key_scale, held.key_zero, self.bits)
+        values = dequantized(held.value_codes, held.value_scale, held.value_zero, self.bits)
+        rounded = torch.stack([keys, values]).flatten(3, 4)  # (2, B, H, N * G, D)
+        return [rounded, held.exact]
 
     def truncate(self, n: int) -> None:
         """Keep the first n tokens. Raises ValueError if there are fewer."""
         if not 0 <= n <= len(self):
             raise ValueError(f"can't keep {n} tokens of {len(self)}")
         layers = []
-        kept = self.layers if n else []
-        for held in kept:
-            groups = min(held[0].size(2), n // self.group)
-            rounded = [x[:, :, :groups].clone() for x in held[:6]]
+        for held in self.layers if n > 0 else []:
+            *rounded, _ = held
+            groups = min(held.key_codes.size(2), n // self.group)
+            kept = [x[:, :, :groups].clone() for x in rounded]
             exact = torch.cat(self.parts(held), dim=3)[..., groups * self.group : n, :]
-            layers.append([*rounded, exact.clone()])
+            layers.append(RoundedTokens(*kept, exact.clone()))
         self.layers, self.pos = layers, self.pos[:n].clone()
 
 
@@ -210,6 +234,12 @@ def dequantized(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor
     return codes.flatten(-2).to(scale.dtype) * scale + zero
 
 
+class KeptTokens(NamedTuple):
+    """What a layer of a SmallNormCache holds."""
+
+    kv: Tensor  # (2, B, H, S, D), oldest first
+
+
 class SmallNormCache(CompressedCache):
     """The last `recent` tokens, and of the older ones the `keep` whose keys have the smallest norm:
     head by head, so that each holds tokens of its own. A key's norm decides for good, so any
@@ -230,20 +260,23 @@ class SmallNormCache(CompressedCache):
             )
         self.keep, self.recent, self.skip = keep, recent, skip
 
-    def compressed(self, layer: int, held: list[Tensor], new: Tensor) -> list[Tensor]:
-        """Return the keys and values that stay (2, B, H, S, D), oldest first."""
-        kv = torch.cat([*held, new], dim=3)
+    def compressed(self, layer: int, held: KeptTokens | None, new: Tensor) -> KeptTokens:
+        """Return the keys and values that stay."""
+        kv = new
+        if held is not None:
+            kv = torch.cat([held.kv, new], dim=3)
         old = kv.size(3) - self.recent
         if layer < self.skip or old <= self.keep:
-            return [kv]
+            return KeptTokens(kv)
         norm = kv[0, :, :, :old].float().norm(dim=-1)  # (B, H, old)
         stay = norm.topk(self.keep, largest=False).indices.sort().values  # (B, H, keep)
         stay = stay[None, ..., None].expand(2, -1, -1, -1, kv.size(4))
-        return [torch.cat([kv[..., :old, :].gather(3, stay), kv[..., old:, :]], dim=3)]
+        kept = kv[..., :old, :].gather(3, stay)
+        return KeptTokens(torch.cat([kept, kv[..., old:, :]], dim=3))
 
-    def parts(self, held: list[Tensor]) -> list[Tensor]:
+    def parts(self, held: KeptTokens) -> list[Tensor]:
         """Return the keys and values that stayed."""
-        return held
+        return [held.kv]
 
     def truncate(self, n: int) -> None:
         """Keep the first n tokens. Raises ValueError if there are fewer, or if tokens have been
@@ -251,8 +284,8 @@ class SmallNormCache(CompressedCache):
         evicted = max(0, len(self) - self.keep - self.recent)
         if not 0 <= n <= len(self) or (evicted and 0 < n < len(self)):
             raise ValueError(f"can't keep {n} tokens of {len(self)}, {evicted} evicted")
-        kept = self.layers if n else []
-        self.layers = [[kv[..., :n, :].clone()] for (kv,) in kept]
+        kept = self.layers if n > 0 else []
+        self.layers = [KeptTokens(held.kv[..., :n, :].clone()) for held in kept]
         self.pos = self.pos[:n].clone()
 
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-@dataclass(frozen=True)
+@dataclass
 class GPTConfig:
     """Geometry of a GPT-2; the defaults are those of the 124M model.
 
@@ -48,9 +48,9 @@ class GPTConfig:
             if self.n_embd % self.n_head:
                 given = f"n_embd = {self.n_embd} is not a multiple of n_head = {self.n_head}"
                 raise ValueError(f"{given}; give head_dim")
-            object.__setattr__(self, "head_dim", self.n_embd // self.n_head)
+            self.head_dim = self.n_embd // self.n_head
         if self.n_inner is None:
-            object.__setattr__(self, "n_inner", 4 * self.n_embd)
+            self.n_inner = 4 * self.n_embd
 
 
 class Conv1D(nn.Module):
@@ -124,9 +124,6 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        # Shape (V, C) as published, memory column by column: x @ wte.T, the largest product of
-        # one-token decoding, then reads it in the order a CPU is fastest at.
-        self.wte.weight = nn.Parameter(torch.empty(config.n_embd, config.vocab_size).t())
         self.wpe = nn.Embedding(config.n_ctx, config.n_embd)
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(self.block_class(config) for _ in range(config.n_layer))
@@ -147,11 +144,11 @@ class GPT(nn.Module):
     def forward(self, ids: Tensor, last_only: bool = False) -> Tensor:
         """Return the logits (B, T, V) of ids (B, T); with last_only, the last token's (B, 1, V).
         Raises ValueError if there is no token, or more than n_ctx."""
-        start, T = 0, ids.size(1)  # every pass begins at position 0
-        pos = start + torch.arange(T, device=ids.device)  # (T,)
+        n_read, T = 0, ids.size(1)  # every pass begins with the text's first token
+        pos = torch.arange(T, device=ids.device)  # (T,)
         if T < 1 or pos.max() >= self.context:
             limits = f"must be at least 1 and end within n_ctx = {self.context}"
-            raise ValueError(f"{T} tokens after {start}: {limits}")
+            raise ValueError(f"{T} tokens after {n_read}: {limits}")
         x = self.drop(self.wte(ids) + self.wpe(pos))  # (B, T, C)
         for block in self.h:
             x = block(x)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-@dataclass(frozen=True)
+@dataclass
 class GPTConfig:
     """Geometry of a GPT-2; the defaults are those of the 124M model.
 
@@ -51,9 +51,9 @@ class GPTConfig:
             if self.n_embd % self.n_head:
                 given = f"n_embd = {self.n_embd} is not a multiple of n_head = {self.n_head}"
                 raise ValueError(f"{given}; give head_dim")
-            object.__setattr__(self, "head_dim", self.n_embd // self.n_head)
+            self.head_dim = self.n_embd // self.n_head
         if self.n_inner is None:
-            object.__setattr__(self, "n_inner", 4 * self.n_embd)
+            self.n_inner = 4 * self.n_embd
 
 
 class Conv1D(nn.Module):
@@ -71,14 +71,23 @@ class Conv1D(nn.Module):
 class KVCache:  # NEW
     """Keys, values and positions of the tokens that a model has read; it grows with every token.
 
-    A forward pass appends layer by layer and commits at its end: one that fails changes nothing.
-    A model can serve any number of caches; a new text is a new cache.
+    A model can serve any number of caches; a new text is a new cache. Every cache offers:
+    - to a pass, positions(), append() in each layer, and commit() at the end: a pass that fails
+      changes nothing;
+    - len(), the number of tokens read; nbytes, their memory; layers, an entry for each layer;
+    - truncate() to the first tokens; to() and clone(), which copy it;
+    - snapshot(), which token is in which slot, for traces; table(), the same for people.
     """
 
     def __init__(self, layers: list[Tensor] | None = None,  # NEW
                  pos: Tensor | None = None) -> None:  # NEW
         self.layers = layers or []  # NEW  each layer's keys and values (2, B, H, S, D)
         self.pos = torch.empty(0, dtype=torch.long) if pos is None else pos  # NEW  (S,)
+
+    def positions(self, T: int) -> Tensor:  # NEW
+        """Return the positions (T,) at which the next T tokens are read."""
+        start = self.pos.max() + 1 if len(self.pos) > 0 else 0  # NEW
+        return start + torch.arange(T, device=self.pos.device)  # NEW
 
     def append(self, layer: int, k: Tensor, v: Tensor,  # NEW
                pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # NEW
@@ -87,19 +96,21 @@ class KVCache:  # NEW
         query sees; None if none is needed: all keys are new, or a single query sees them all.
         Raises ValueError if the cache is of another batch size, geometry, device or dtype."""
         kv, mask = torch.stack([k, v]), None  # NEW  (2, B, H, T, D)
-        if len(self):  # NEW  what a failed pass left lies past len(self)
+        if len(self) == 0:  # NEW
+            del self.layers[layer:]  # NEW  what a failed pass left
+            self.layers.append(kv)  # NEW
+        else:  # NEW  what a failed pass left lies past len(self)
             self.check(self.layers[layer], kv)  # NEW
             kv = torch.cat([self.layers[layer][..., : len(self), :], kv], dim=3)  # NEW
+            self.layers[layer] = kv  # NEW
             if len(pos) > 1:  # NEW
                 mask = torch.cat([self.pos, pos]) <= pos[:, None]  # NEW  up to one's own position
-            self.layers[layer] = kv  # NEW
-        else:  # NEW
-            self.layers[layer:] = [kv]  # NEW  in place of what a failed pass left
         return kv[0], kv[1], mask  # NEW
 
     def check(self, held: Tensor, new: Tensor) -> None:  # NEW
         """Raise ValueError if new keys and values (2, B, H, T, D) can't follow the held ones."""
-        have, want = ([*x.shape[1:3], x.size(4), x.dtype, x.device] for x in (held, new))  # NEW
+        have = [*held.shape[1:3], held.size(4), held.dtype, held.device]  # NEW
+        want = [*new.shape[1:3], new.size(4), new.dtype, new.device]  # NEW
         if have != want:  # NEW
             raise ValueError(f"a cache for [B, H, D, dtype, device] {have} got {want}")  # NEW
 
@@ -111,7 +122,8 @@ class KVCache:  # NEW
         """Keep the first n tokens, free the rest's memory. Raises ValueError if there are fewer."""
         if not 0 <= n <= len(self):  # NEW
             raise ValueError(f"can't keep {n} tokens of {len(self)}")  # NEW
-        self.layers = [kv[..., :n, :].clone() for kv in self.layers if n]  # NEW
+        layers = self.layers if n > 0 else []  # NEW  an empty cache serves any model
+        self.layers = [kv[..., :n, :].clone() for kv in layers]  # NEW
         self.pos = self.pos[:n].clone()  # NEW
 
     def to(self, device: torch.device | str | None = None,  # NEW
@@ -123,11 +135,6 @@ class KVCache:  # NEW
     clone = to  # NEW  with no argument
 
     @property  # NEW
-    def next_pos(self) -> int:  # NEW
-        """Position at which the next token is read."""
-        return int(self.pos.max()) + 1 if len(self.pos) else 0  # NEW
-
-    @property  # NEW
     def nbytes(self) -> int:  # NEW
         """Bytes of all keys and values: 2 * L * B * H * S * D * bytes per number."""
         return sum(kv[..., : len(self), :].nbytes for kv in self.layers)  # NEW
@@ -135,12 +142,19 @@ class KVCache:  # NEW
     def __len__(self) -> int:  # NEW
         return len(self.pos)  # NEW
 
+    def snapshot(self) -> dict[str, object]:  # NEW
+        """Return the position of the token in each slot, and how many slots there are."""
+        return {"slots": self.pos.tolist(), "size": len(self)}  # NEW
+
     def table(self, tokens: list[str] | tuple[str, ...] = ()) -> str:  # NEW
         """Return the geometry and a line per slot: position and, if tokens are given, its token."""
-        kv = [kv[..., : len(self.pos), :] for kv in self.layers if len(self)]  # NEW
-        shape = (len(kv), *kv[0].shape) if kv else "empty"  # NEW
-        shown = dict(enumerate(map(repr, tokens)))  # NEW
-        rows = [f"{s:6}{p:10}  {shown.get(p, '')}" for s, p in enumerate(self.pos.tolist())]  # NEW
+        shape = "empty"  # NEW
+        if len(self) > 0:  # NEW
+            shape = (len(self.layers), *self.layers[0][..., : len(self.pos), :].shape)  # NEW
+        rows = []  # NEW
+        for slot, position in enumerate(self.pos.tolist()):  # NEW
+            token = repr(tokens[position]) if position < len(tokens) else ""  # NEW
+            rows.append(f"{slot:6}{position:10}  {token}")  # NEW
         if len(rows) > 16:  # NEW
             rows[8:-8] = ["   ..."]  # NEW
         head = f"KV cache (L, 2, B, H, S, D): {shape}, {self.nbytes:,} bytes"  # NEW
@@ -165,12 +179,14 @@ class SlidingWindowCache(KVCache):  # RING
         super().__init__()  # RING
         if window < 1 or sinks < 0:  # RING
             raise ValueError(f"window {window}, sinks {sinks}: must be at least 1 and 0")  # RING
-        self.window, self.sinks, self.n_read = window, sinks, 0  # RING
+        self.window, self.sinks = window, sinks  # RING
+        self.n_slots = sinks + window + 1  # RING
+        self.n_read = 0  # RING
         self.pending: list[Tensor | None] = []  # RING  (2, B, H, T, D) to write; None: written
 
     def held(self, n: int) -> Tensor:  # RING
         """Return the position of the token in each slot (S,), once n tokens have been read."""
-        slot, last = torch.arange(min(n, self.sinks + self.window + 1)), n - 1  # RING
+        slot, last = torch.arange(min(n, self.n_slots)), n - 1  # RING
         ring = last - (last - slot) % (self.window + 1)  # RING
         return torch.where(slot < self.sinks, slot, ring)  # RING
 
@@ -184,21 +200,24 @@ class SlidingWindowCache(KVCache):  # RING
         Return the keys and values (B, H, S, D) that they see, and a mask (T, S) or None.
         Raises ValueError if the cache is of another batch size, geometry, device or dtype."""
         kv, n, T = torch.stack([k, v]), len(self), len(pos)  # RING  (2, B, H, T, D)
-        size = self.sinks + self.window + 1  # RING
-        if not n:  # RING
-            self.layers[layer:] = [kv.new_zeros(*kv.shape[:3], size, kv.size(4))]  # RING
+        if n == 0:  # RING
+            del self.layers[layer:]  # RING  what a failed pass left
+            self.layers.append(kv.new_zeros(*kv.shape[:3], self.n_slots, kv.size(4)))  # RING
         ring = self.layers[layer]  # RING  (2, B, H, sinks + W + 1, D)
         self.check(ring, kv)  # RING
-        if (T == 1 or n + T <= size) and not kv.requires_grad:  # RING  to the spare or empty slots
-            slot = n if n < size else self.sinks + (n - self.sinks) % (self.window + 1)  # RING
+        in_place = (T == 1 or n + T <= self.n_slots) and not kv.requires_grad  # RING
+        del self.pending[layer:]  # RING
+        self.pending.append(None if in_place else kv.detach())  # RING
+        if in_place:  # RING  to the spare slot, or to empty ones
+            slot = n  # RING
+            if n >= self.n_slots:  # RING
+                slot = self.sinks + (n - self.sinks) % (self.window + 1)  # RING
             ring[..., slot : slot + T, :] = kv  # RING
             kv = ring[..., : n + T, :]  # RING
-            self.pending[layer:] = [None]  # RING
-            if n + T < size and (T == 1 or not n):  # RING  no mask: the window hides nothing
+            if n + T < self.n_slots and (T == 1 or n == 0):  # RING  the window hides nothing
                 return kv[0], kv[1], None  # RING
             k_pos = self.held(n + T)  # RING
         else:  # RING  read before writing: the first new token sees what the last one evicts
-            self.pending[layer:] = [kv.detach()]  # RING
             seen = self.visible(self.pos, n)  # RING  not what a failed pass left
             kv = torch.cat([ring[..., : len(seen), :][..., seen, :], kv], dim=3)  # RING
             k_pos = torch.cat([self.pos[seen].to(pos), pos])  # RING
@@ -206,8 +225,9 @@ class SlidingWindowCache(KVCache):  # RING
 
     def commit(self, pos: Tensor) -> None:  # RING
         """Count the tokens at positions pos (T,) as read, and write those of a chunk to slots."""
-        n, held = len(self), self.held(len(self) + len(pos)).to(pos)  # RING
-        slots = (held >= n).nonzero()[:, 0]  # RING
+        n = len(self)  # RING
+        held = self.held(n + len(pos)).to(pos)  # RING
+        slots = (held >= n).nonzero()[:, 0]  # RING  those of the new tokens
         for ring, kv in zip(self.layers, self.pending, strict=True):  # RING
             if kv is not None:  # RING
                 ring[..., slots, :] = kv[..., held[slots] - n, :]  # RING
@@ -219,7 +239,9 @@ class SlidingWindowCache(KVCache):  # RING
         evicted = max(0, len(self) - self.sinks - self.window)  # RING
         if not 0 <= n <= len(self) or (evicted and 0 < n < len(self)):  # RING
             raise ValueError(f"can't keep {n} tokens of {len(self)}, {evicted} evicted")  # RING
-        self.n_read, self.pos, self.layers = n, self.pos[:n], self.layers if n else []  # RING
+        self.n_read, self.pos = n, self.pos[:n]  # RING
+        if n == 0:  # RING
+            self.layers = []  # RING  an empty cache serves any model
 
     def to(self, device: torch.device | str | None = None,  # RING
            dtype: torch.dtype | None = None) -> KVCache:  # RING
@@ -238,6 +260,12 @@ class SlidingWindowCache(KVCache):  # RING
 
     def __len__(self) -> int:  # RING
         return self.n_read  # RING
+
+    def snapshot(self) -> dict[str, object]:  # RING
+        """Return also the positions of the tokens that later queries don't see, and the sinks."""
+        evicted = self.pos[~self.visible(self.pos, len(self) - 1)]  # RING
+        ring = {"size": self.n_slots, "evicted": evicted.tolist(), "sinks": self.sinks}  # RING
+        return {**super().snapshot(), **ring}  # RING
 
 
 class Attention(nn.Module):
@@ -303,9 +331,6 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        # Shape (V, C) as published, memory column by column: x @ wte.T, the largest product of
-        # one-token decoding, then reads it in the order a CPU is fastest at.
-        self.wte.weight = nn.Parameter(torch.empty(config.n_embd, config.vocab_size).t())
         self.wpe = nn.Embedding(config.n_ctx, config.n_embd)
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(self.block_class(config) for _ in range(config.n_layer))
@@ -330,14 +355,15 @@ class GPT(nn.Module):
         """Return the logits (B, T, V) of ids (B, T), which follow the cached text; with last_only,
         the last token's (B, 1, V). Raises ValueError, and changes nothing, if there is no token,
         the text exceeds n_ctx, or the cache has another number of layers."""
-        start, T = cache.next_pos if cache is not None else 0, ids.size(1)  # NEW
-        if cache is not None and len(cache) and len(cache.layers) != len(self.h):  # NEW
+        n_read, T = 0 if cache is None else len(cache), ids.size(1)  # NEW
+        if n_read > 0 and len(cache.layers) != len(self.h):  # NEW
             geometry = f"{len(cache.layers)} layers can't serve a model of {len(self.h)}"  # NEW
             raise ValueError(f"a cache of {geometry}")  # NEW
-        pos = start + torch.arange(T, device=ids.device)  # (T,)
+        pos = torch.arange(T) if cache is None else cache.positions(T)  # NEW
+        pos = pos.to(ids.device)  # NEW  (T,)
         if T < 1 or pos.max() >= self.context:
             limits = f"must be at least 1 and end within n_ctx = {self.context}"
-            raise ValueError(f"{T} tokens after {start}: {limits}")
+            raise ValueError(f"{T} tokens after {n_read}: {limits}")
         x = self.drop(self.wte(ids) + self.wpe(pos))  # (B, T, C)
         for layer, block in enumerate(self.h):  # NEW
             x = block(x, pos, cache, layer)  # NEW
@@ -387,7 +413,7 @@ def generate(model: nn.Module, ids: Tensor, max_new_tokens: int, *, temperature:
     option is out of range."""
     cache = model.new_cache() if cache is None else cache  # NEW
     cached_from = 0  # NEW  index in ids of the first cached token
-    if ids.dim() == 2 and 0 < len(cache) >= ids.size(1):  # NEW
+    if ids.dim() == 2 and len(cache) > 0 and ids.size(1) <= len(cache):  # NEW
         lengths = f"{ids.size(1)} tokens, must be longer than the {len(cache)} in the cache"  # NEW
         raise ValueError(f"ids, {lengths}")  # NEW
     check_options(ids, max_new_tokens, temperature, top_k)
@@ -420,7 +446,7 @@ def check_options(ids: Tensor, max_new_tokens: int, temperature: float, top_k: i
         raise ValueError(f"top_k must be at least 1, got {top_k}")
 
 
-@dataclass(frozen=True)  # BCT
+@dataclass  # BCT
 class BCTConfig(GPTConfig):  # BCT
     """Geometry of a Bounded-Cache Transformer (BCT): a GPT-2's, and that of its memory.
 
@@ -446,6 +472,61 @@ class BCTConfig(GPTConfig):  # BCT
             raise ValueError(f"{given}: slots begin at random by the rule 'sum' only")  # BCT
 
 
+class Tensors:  # BCT
+    """Base of what a BCT holds: tensors with names, some of which may be missing (None)."""
+
+    def tensors(self) -> dict[str, Tensor]:  # BCT
+        """Return those that there are, by name."""
+        return {name: x for name, x in vars(self).items() if x is not None}  # BCT
+
+    def to(self, device: torch.device | str | None) -> Tensors:  # BCT
+        """Return a copy that shares no memory, on another device if given."""
+        moved = {name: x.to(device, copy=True) for name, x in self.tensors().items()}  # BCT
+        return type(self)(**moved)  # BCT
+
+    @property  # BCT
+    def nbytes(self) -> int:  # BCT
+        """Bytes of all of them."""
+        return sum(x.nbytes for x in self.tensors().values())  # BCT
+
+
+@dataclass  # BCT
+class Slots(Tensors):  # BCT
+    """A layer's memory slots: sums of all that was written to them."""
+
+    keys: Tensor  # BCT  (B, H, M, D)
+    values: Tensor  # BCT  (B, H, M, D)
+    mass: Tensor | None = None  # BCT  (B, H, M, 1), of the weights; by the rule "sum" there is none
+
+    def written(self, w: Tensor, keep: Tensor, k: Tensor, v: Tensor) -> Slots:  # BCT
+        """Return the slots with T tokens k, v (B, H, T, D) written to them by weights w
+        (B, H, M, T), once all slots have faded to a share keep (B, H, 1, 1)."""
+        keys = keep * self.keys + w @ k  # BCT  MV = MV' + ww^T wv, wv = [k; v]
+        values = keep * self.values + w @ v  # BCT
+        if self.mass is None:  # BCT
+            return Slots(keys, values)  # BCT
+        return Slots(keys, values, keep * self.mass + w.sum(dim=3, keepdim=True))  # BCT
+
+
+@dataclass  # BCT
+class Tokens(Tensors):  # BCT
+    """Tokens of a layer that aren't in its slots yet, with what writing them will need."""
+
+    k: Tensor  # BCT  (B, H, T, D)
+    v: Tensor  # BCT  (B, H, T, D)
+    weights: Tensor  # BCT  (B, H, T, M), ww
+    log_keep: Tensor  # BCT  (B, H, T, 1), log of the share of the slots that a write keeps
+
+    def then(self, more: Tokens) -> Tokens:  # BCT
+        """Return these tokens and those that follow them."""
+        pairs = zip(vars(self).values(), vars(more).values(), strict=True)  # BCT
+        return Tokens(*(torch.cat(pair, dim=2) for pair in pairs))  # BCT
+
+    def part(self, start: int, end: int) -> Tokens:  # BCT
+        """Return the tokens from start to end, in the same memory."""
+        return Tokens(*(x[:, :, start:end] for x in vars(self).values()))  # BCT
+
+
 class BoundedMemory(KVCache):  # BCT
     """What a BCT holds of a text: in each layer, M memory slots of a head and R recent tokens.
 
@@ -454,8 +535,9 @@ class BoundedMemory(KVCache):  # BCT
     """
 
     def __init__(self) -> None:  # BCT
-        super().__init__()  # BCT  layers: the tensors that WriteMemory.empty() names
-        self.pending: list[list[Tensor]] = []  # BCT  what a pass makes of the layers, until commit
+        super().__init__()  # BCT
+        self.layers: list[tuple[Slots, Tokens]] = []  # BCT
+        self.pending: list[tuple[Slots, Tokens]] = []  # BCT  what a pass makes of them
 
     def append(self, *_: object) -> tuple[Tensor, Tensor, Tensor | None]:  # BCT
         """Raises ValueError: attention to keys can't read slots."""
@@ -463,20 +545,23 @@ class BoundedMemory(KVCache):  # BCT
 
     def commit(self, pos: Tensor) -> None:  # BCT
         """Count the tokens at positions pos (T,) as read: what was made of them now exists."""
-        self.layers, self.pending, self.pos = self.pending, [], pos[-1:]  # BCT
+        self.layers, self.pending = self.pending, []  # BCT
+        self.pos = pos[-1:]  # BCT
 
     def truncate(self, n: int) -> None:  # BCT
         """Forget everything (n = 0). Raises ValueError for any n but 0 and all: a write can't be
         undone."""
         if n not in (0, len(self)):  # BCT
             raise ValueError(f"can't keep {n} tokens of {len(self)}: only 0 or all")  # BCT
-        self.pos, self.layers = self.pos[:n], self.layers if n else []  # BCT
+        if n == 0:  # BCT
+            self.pos, self.layers = self.pos[:0], []  # BCT
 
     def to(self, device: torch.device | str | None = None,  # BCT
            dtype: torch.dtype | None = None) -> KVCache:  # BCT
         """Return a copy that shares no memory, on another device if given; it stays float32."""
         other = BoundedMemory()  # BCT
-        other.layers = [[x.to(device, copy=True) for x in state] for state in self.layers]  # BCT
+        for slots, recent in self.layers:  # BCT
+            other.layers.append((slots.to(device), recent.to(device)))  # BCT
         other.pos = self.pos.to(device, copy=True)  # BCT
         return other  # BCT
 
@@ -486,10 +571,26 @@ class BoundedMemory(KVCache):  # BCT
     def nbytes(self) -> int:  # BCT
         """Bytes of slots and recent tokens: 4 * L * B * H * (M * (2D + 1) + R * (2D + 1 + M)); by
         the rule "sum" a slot is 2D numbers."""
-        return sum(x.nbytes for state in self.layers for x in state)  # BCT
+        return sum(slots.nbytes + recent.nbytes for slots, recent in self.layers)  # BCT
 
     def __len__(self) -> int:  # BCT
-        return self.next_pos  # BCT
+        return int(self.pos[-1]) + 1 if len(self.pos) > 0 else 0  # BCT
+
+    def snapshot(self) -> dict[str, object]:  # BCT
+        """Return the positions of the recent tokens, and what the slots hold of all others: those
+        of one head, the first of the layer in the middle."""
+        if len(self) == 0:  # BCT
+            return super().snapshot()  # BCT
+        layer = len(self.layers) // 2  # BCT
+        slots, recent = self.layers[layer]  # BCT
+        size = min(recent.k.size(2), len(self))  # BCT
+        mass, what = slots.mass, "how many tokens' worth it holds"  # BCT
+        if mass is None:  # BCT
+            mass = slots.values.norm(dim=3, keepdim=True)  # BCT
+            what = "the length of its summed values"  # BCT
+        mass = [round(number, 3) for number in mass[0, 0, :, 0].tolist()]  # BCT
+        held = {"slots": [*range(len(self) - size, len(self))], "size": size}  # BCT
+        return {**held, "mass": mass, "what": what, "layer": layer}  # BCT
 
     def table(self, tokens: list[str] | tuple[str, ...] = ()) -> str:  # BCT
         """Return one line: no slot stands for a token."""
@@ -547,98 +648,105 @@ class WriteMemory(nn.Module):  # BCT
         step, keep = self.c_gate(x).float().view(B, T, 2, H).permute(2, 0, 3, 1)[..., None]  # BCT
         return w * step.sigmoid(), F.logsigmoid(keep)  # BCT
 
-    def empty(self, x: Tensor) -> list[Tensor]:  # BCT
-        """Return the state before the first token: of the slots, sums of keys and values
-        (B, H, M, D) and, by the rule "mean", mass (B, H, M, 1); of the recent tokens, keys and
-        values (B, H, R, D), write weights (B, H, R, M) and log shares kept (B, H, R, 1)."""
-        c, D, M, R = self.config, self.config.head_dim, self.config.slots, self.config.recent  # BCT
-        slots = [(M, D), (M, D), (M, 1)] if c.rule == "mean" else [(M, D), (M, D)]  # BCT
-        sizes = [*slots, (R, D), (R, D), (R, M), (R, 1)]  # BCT
-        state = [x.new_zeros(len(x), c.n_head, *s, dtype=torch.float32) for s in sizes]  # BCT
+    def empty(self, x: Tensor) -> tuple[Slots, Tokens]:  # BCT
+        """Return what there is before the first token of texts x (B, T, C)."""
+        c, M, D, R = self.config, self.config.slots, self.config.head_dim, self.config.recent  # BCT
+
+        def zeros(*size: int) -> Tensor:  # BCT
+            return x.new_zeros(len(x), c.n_head, *size, dtype=torch.float32)  # BCT
+
+        slots = Slots(zeros(M, D), zeros(M, D), zeros(M, 1) if c.rule == "mean" else None)  # BCT
         if c.random_start:  # BCT
             draws = torch.Generator().manual_seed(0)  # BCT
-            for part in state[:2]:  # BCT
-                part.copy_(torch.randn(c.n_head, M, D, generator=draws))  # BCT
-        return state  # BCT
+            slots.keys.copy_(torch.randn(c.n_head, M, D, generator=draws))  # BCT
+            slots.values.copy_(torch.randn(c.n_head, M, D, generator=draws))  # BCT
+        return slots, Tokens(zeros(R, D), zeros(R, D), zeros(R, M), zeros(R, 1))  # BCT
+
+    def check(self, slots: Slots, recent: Tokens, x: Tensor) -> None:  # BCT
+        """Raise ValueError if what is held can't serve this layer, or texts x (B, T, C)."""
+        c, rule = self.config, "sum" if slots.mass is None else "mean"  # BCT
+        have = [rule, *slots.keys.shape, recent.k.size(2), slots.keys.device]  # BCT
+        want = [c.rule, len(x), c.n_head, c.slots, c.head_dim, c.recent, x.device]  # BCT
+        if have != want:  # BCT
+            raise ValueError(f"a memory for [rule, B, H, M, D, R, device] {have} got {want}")  # BCT
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, memory: BoundedMemory,  # BCT
                 layer: int) -> Tensor:  # BCT
         """Return what the queries q read (B, H, T, D); x (B, T, C), of keys k, values v, is
         written. Raises ValueError if the memory is of another batch size, geometry or device."""
-        c, n, read = self.config, len(memory), []  # BCT
-        state = memory.layers[layer] if n else self.empty(x)  # BCT
-        rule = "mean" if len(state) == 7 else "sum"  # BCT  which has no mass
-        have = [rule, *state[0].shape, state[-1].size(2), state[0].device]  # BCT
-        want = [c.rule, len(x), c.n_head, c.slots, c.head_dim, c.recent, x.device]  # BCT
-        if have != want:  # BCT
-            raise ValueError(f"a memory for [rule, B, H, M, D, R, device] {have} got {want}")  # BCT
-        slots, recent = state[:-4], state[-4:]  # BCT
+        n, T, R = len(memory), x.size(1), self.config.recent  # BCT
+        slots, recent = memory.layers[layer] if n > 0 else self.empty(x)  # BCT
+        self.check(slots, recent, x)  # BCT
         w, log_keep = self.writes(x)  # BCT
-        if n == 0 and not c.write_first:  # BCT
+        if n == 0 and not self.config.write_first:  # BCT
             w = torch.cat([torch.zeros_like(w[:, :, :1]), w[:, :, 1:]], dim=2)  # BCT
-        new = [t.float() for t in (q, k, v, w, log_keep)]  # BCT
-        for part, *more in zip(*(t.split(self.chunk, dim=2) for t in new), strict=True):  # BCT
-            tokens = [torch.cat(pair, dim=2) for pair in zip(recent, more, strict=True)]  # BCT
-            T = part.size(2)  # BCT
-            form = self.recurrent if T == 1 else self.parallel  # BCT
-            y, *slots = form(part, slots, tokens, max(0, c.recent - n))  # BCT
-            n, recent = n + T, [t[:, :, T:] for t in tokens]  # BCT
+        new = Tokens(k.float(), v.float(), w.float(), log_keep.float())  # BCT
+        tokens = recent.then(new)  # BCT  R + T, of which the first T are written
+        read = []  # BCT
+        for start in range(0, T, self.chunk):  # BCT
+            end = min(start + self.chunk, T)  # BCT
+            form = self.recurrent if end - start == 1 else self.parallel  # BCT
+            n_empty = max(0, R - n - start)  # BCT  recent tokens that don't exist yet
+            y, slots = form(q[:, :, start:end].float(), slots, tokens.part(start, end + R),  # BCT
+                            n_empty)  # BCT
             read.append(y)  # BCT
-        memory.pending[layer:] = [[*slots, *(t.clone() for t in recent)]]  # BCT  not a chunk's view
+        del memory.pending[layer:]  # BCT  what a failed pass left
+        memory.pending.append((slots, tokens.part(T, T + R).to(None)))  # BCT  a copy: not all R + T
         return torch.cat(read, dim=2).to(x.dtype)  # BCT
 
-    def counted(self, mass: Tensor | None = None) -> tuple[Tensor | int, Tensor | int]:  # BCT
+    def counts(self, mass: Tensor | None) -> tuple[Tensor | int, Tensor | int]:  # BCT
         """Return what a slot's sums are divided by, and the log of how many times it counts."""
         if mass is None:  # BCT  the paper's sums are read as they are, and count once
             return 1, 0  # BCT
-        times = mass.clamp_min(1e-30).log().masked_fill(mass == 0, -1e9)  # BCT
-        return mass.clamp_min(1e-6), times  # BCT  nearly empty slots fade, and magnify no rounding
+        log_count = mass.clamp_min(1e-30).log().masked_fill(mass == 0, -1e9)  # BCT
+        return mass.clamp_min(1e-6), log_count  # BCT  nearly empty slots fade, without rounding
 
-    def recurrent(self, q: Tensor, slots: list[Tensor], tokens: list[Tensor],  # BCT
-                  n_empty: int) -> list[Tensor]:  # BCT
-        """Return what a query q (B, H, 1, D) reads, and the slots' tensors afterwards. tokens: the
-        R recent ones, of which n_empty don't exist yet, and the new one; the oldest is written."""
-        keys, values, *mass = slots  # BCT  a mass by the rule "mean" only
-        k, v, w, log_keep = (t[:, :, :1] for t in tokens)  # BCT  the oldest token's
-        keep, w = log_keep.exp(), w.mT  # BCT  (B, H, 1, 1), (B, H, M, 1)
-        keys = keep * keys + w @ k  # BCT  MV = MV' + ww^T wv, wv = [k; v]
-        values = keep * values + w @ v  # BCT
-        mass = [keep * m + w for m in mass]  # BCT
-        size, times = self.counted(*mass)  # BCT
-        k, v = (t[:, :, 1:] for t in tokens[:2])  # BCT  the recent ones
-        k, v = torch.cat([keys / size, k], dim=2), torch.cat([values / size, v], dim=2)  # BCT
-        M = keys.size(2)  # BCT
+    def readable(self, slots: Slots, recent: Tokens,  # BCT
+                 n_empty: int) -> tuple[Tensor, Tensor, Tensor]:  # BCT
+        """Return the keys and the values that a query attends to (B, H, M + R, D), and its mask
+        (B, H, 1, M + R): the log of how many times each counts. n_empty tokens don't exist yet."""
+        size, log_count = self.counts(slots.mass)  # BCT
+        k = torch.cat([slots.keys / size, recent.k], dim=2)  # BCT
+        v = torch.cat([slots.values / size, recent.v], dim=2)  # BCT
+        M = slots.keys.size(2)  # BCT
         mask = k.new_zeros(*k.shape[:3], 1)  # BCT  a recent token counts once: log 1
-        mask[:, :, :M] = times  # BCT
-        mask[:, :, M : M + n_empty - 1] = -1e9  # BCT
-        y = F.scaled_dot_product_attention(q, k, v, mask.mT)  # BCT
-        return [y, keys, values, *mass]  # BCT
+        mask[:, :, :M] = log_count  # BCT
+        mask[:, :, M : M + n_empty] = -1e9  # BCT
+        return k, v, mask.mT  # BCT
 
-    def parallel(self, q: Tensor, slots: list[Tensor], tokens: list[Tensor],  # BCT
-                 n_empty: int) -> list[Tensor]:  # BCT
+    def recurrent(self, q: Tensor, slots: Slots, tokens: Tokens,  # BCT
+                  n_empty: int) -> tuple[Tensor, Slots]:  # BCT
+        """Return what a query q (B, H, 1, D) reads, and the slots afterwards. tokens: the R recent
+        ones, of which n_empty don't exist yet, and the new one; the oldest is written."""
+        oldest, recent = tokens.part(0, 1), tokens.part(1, self.config.recent + 1)  # BCT
+        slots = slots.written(oldest.weights.mT, oldest.log_keep.exp(), oldest.k, oldest.v)  # BCT
+        k, v, mask = self.readable(slots, recent, max(0, n_empty - 1))  # BCT
+        return F.scaled_dot_product_attention(q, k, v, mask), slots  # BCT
+
+    def parallel(self, q: Tensor, slots: Slots, tokens: Tokens,  # BCT
+                 n_empty: int) -> tuple[Tensor, Slots]:  # BCT
         """Return the same for T queries q (B, H, T, D), by two masked products that don't copy the
         slots: while the T queries come, the first T of the R + T tokens leave and are written."""
-        (keys, values, *mass), (k, v, w, log_keep) = slots, tokens  # BCT
         D, T, R = q.size(3), q.size(2), self.config.recent  # BCT
-        i, j = (torch.arange(end, device=q.device) for end in (T, R + T))  # BCT
-        i = i[:, None]  # BCT  query i reads token j, or the slots that it was written to
-        written, recent = j <= i, (j > i) & (j <= i + R) & (j >= n_empty)  # BCT  (T, R + T)
-        kept = log_keep.cumsum(dim=2)  # BCT  (B, H, R + T, 1)
+        k, v, w = tokens.k, tokens.v, tokens.weights  # BCT
+        i = torch.arange(T, device=q.device)[:, None]  # BCT  query i reads token j,
+        j = torch.arange(R + T, device=q.device)  # BCT  or the slots that it was written to
+        written = j <= i  # BCT  (T, R + T)
+        recent = (j > i) & (j <= i + R) & (j >= n_empty)  # BCT
+        kept = tokens.log_keep.cumsum(dim=2)  # BCT  (B, H, R + T, 1)
         since = (kept[:, :, :T] - kept.mT).masked_fill(~written, -math.inf).exp()  # BCT  of j, at i
         kept = kept[:, :, :T].exp()  # BCT  (B, H, T, 1), of the slots as they were
         scores = q @ k.mT  # BCT  (B, H, T, R + T)
-        size, times = self.counted(*(kept * m.mT + since @ w for m in mass))  # BCT  (B, H, T, M)
-        far = (kept * (q @ keys.mT) + (scores * since) @ w) / size / math.sqrt(D) + times  # BCT
+        mass = None if slots.mass is None else kept * slots.mass.mT + since @ w  # BCT  (B, H, T, M)
+        size, log_count = self.counts(mass)  # BCT
+        far = (kept * (q @ slots.keys.mT) + (scores * since) @ w) / size  # BCT  (B, H, T, M)
+        far = far / math.sqrt(D) + log_count  # BCT
         near = scores.masked_fill(~recent, -math.inf) / math.sqrt(D)  # BCT  (B, H, T, R + T)
         p = torch.cat([far, near], dim=-1).softmax(dim=-1)  # BCT  (B, H, T, M + R + T)
         far, near = p[..., : w.size(3)] / size, p[..., w.size(3) :]  # BCT
-        y = (near + since * (far @ w.mT)) @ v + kept * (far @ values)  # BCT  (B, H, T, D)
+        y = (near + since * (far @ w.mT)) @ v + kept * (far @ slots.values)  # BCT  (B, H, T, D)
         w = (since[:, :, -1:, :T].mT * w[:, :, :T]).mT  # BCT  (B, H, M, T), what is left at last
-        keep = kept[:, :, -1:]  # BCT
-        keys = keep * keys + w @ k[:, :, :T]  # BCT
-        values = keep * values + w @ v[:, :, :T]  # BCT
-        mass = [keep * m + w.sum(dim=3, keepdim=True) for m in mass]  # BCT
-        return [y, keys, values, *mass]  # BCT
+        return y, slots.written(w, kept[:, :, -1:], k[:, :, :T], v[:, :, :T])  # BCT
 
 
 class MemoryBlock(Block):  # BCT

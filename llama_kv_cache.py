@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-@dataclass(frozen=True)
+@dataclass
 class LlamaConfig:  # LLAMA
     """Geometry of a Llama; the defaults are those of SmolLM2-135M.
 
@@ -59,9 +59,9 @@ class LlamaConfig:  # LLAMA
             if self.n_embd % self.n_head:
                 given = f"n_embd = {self.n_embd} is not a multiple of n_head = {self.n_head}"
                 raise ValueError(f"{given}; give head_dim")
-            object.__setattr__(self, "head_dim", self.n_embd // self.n_head)
+            self.head_dim = self.n_embd // self.n_head
         if self.n_inner is None:
-            object.__setattr__(self, "n_inner", 4 * self.n_embd)
+            self.n_inner = 4 * self.n_embd
 
 
 class Conv1D(nn.Module):
@@ -106,14 +106,23 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:  # ROPE
 class KVCache:  # NEW
     """Keys, values and positions of the tokens that a model has read; it grows with every token.
 
-    A forward pass appends layer by layer and commits at its end: one that fails changes nothing.
-    A model can serve any number of caches; a new text is a new cache.
+    A model can serve any number of caches; a new text is a new cache. Every cache offers:
+    - to a pass, positions(), append() in each layer, and commit() at the end: a pass that fails
+      changes nothing;
+    - len(), the number of tokens read; nbytes, their memory; layers, an entry for each layer;
+    - truncate() to the first tokens; to() and clone(), which copy it;
+    - snapshot(), which token is in which slot, for traces; table(), the same for people.
     """
 
     def __init__(self, layers: list[Tensor] | None = None,  # NEW
                  pos: Tensor | None = None) -> None:  # NEW
         self.layers = layers or []  # NEW  each layer's keys and values (2, B, H, S, D)
         self.pos = torch.empty(0, dtype=torch.long) if pos is None else pos  # NEW  (S,)
+
+    def positions(self, T: int) -> Tensor:  # NEW
+        """Return the positions (T,) at which the next T tokens are read."""
+        start = self.pos.max() + 1 if len(self.pos) > 0 else 0  # NEW
+        return start + torch.arange(T, device=self.pos.device)  # NEW
 
     def append(self, layer: int, k: Tensor, v: Tensor,  # NEW
                pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # NEW
@@ -122,19 +131,21 @@ class KVCache:  # NEW
         query sees; None if none is needed: all keys are new, or a single query sees them all.
         Raises ValueError if the cache is of another batch size, geometry, device or dtype."""
         kv, mask = torch.stack([k, v]), None  # NEW  (2, B, H, T, D)
-        if len(self):  # NEW  what a failed pass left lies past len(self)
+        if len(self) == 0:  # NEW
+            del self.layers[layer:]  # NEW  what a failed pass left
+            self.layers.append(kv)  # NEW
+        else:  # NEW  what a failed pass left lies past len(self)
             self.check(self.layers[layer], kv)  # NEW
             kv = torch.cat([self.layers[layer][..., : len(self), :], kv], dim=3)  # NEW
+            self.layers[layer] = kv  # NEW
             if len(pos) > 1:  # NEW
                 mask = torch.cat([self.pos, pos]) <= pos[:, None]  # NEW  up to one's own position
-            self.layers[layer] = kv  # NEW
-        else:  # NEW
-            self.layers[layer:] = [kv]  # NEW  in place of what a failed pass left
         return kv[0], kv[1], mask  # NEW
 
     def check(self, held: Tensor, new: Tensor) -> None:  # NEW
         """Raise ValueError if new keys and values (2, B, H, T, D) can't follow the held ones."""
-        have, want = ([*x.shape[1:3], x.size(4), x.dtype, x.device] for x in (held, new))  # NEW
+        have = [*held.shape[1:3], held.size(4), held.dtype, held.device]  # NEW
+        want = [*new.shape[1:3], new.size(4), new.dtype, new.device]  # NEW
         if have != want:  # NEW
             raise ValueError(f"a cache for [B, H, D, dtype, device] {have} got {want}")  # NEW
 
@@ -146,7 +157,8 @@ class KVCache:  # NEW
         """Keep the first n tokens, free the rest's memory. Raises ValueError if there are fewer."""
         if not 0 <= n <= len(self):  # NEW
             raise ValueError(f"can't keep {n} tokens of {len(self)}")  # NEW
-        self.layers = [kv[..., :n, :].clone() for kv in self.layers if n]  # NEW
+        layers = self.layers if n > 0 else []  # NEW  an empty cache serves any model
+        self.layers = [kv[..., :n, :].clone() for kv in layers]  # NEW
         self.pos = self.pos[:n].clone()  # NEW
 
     def to(self, device: torch.device | str | None = None,  # NEW
@@ -158,11 +170,6 @@ class KVCache:  # NEW
     clone = to  # NEW  with no argument
 
     @property  # NEW
-    def next_pos(self) -> int:  # NEW
-        """Position at which the next token is read."""
-        return int(self.pos.max()) + 1 if len(self.pos) else 0  # NEW
-
-    @property  # NEW
     def nbytes(self) -> int:  # NEW
         """Bytes of all keys and values: 2 * L * B * H * S * D * bytes per number."""
         return sum(kv[..., : len(self), :].nbytes for kv in self.layers)  # NEW
@@ -170,12 +177,19 @@ class KVCache:  # NEW
     def __len__(self) -> int:  # NEW
         return len(self.pos)  # NEW
 
+    def snapshot(self) -> dict[str, object]:  # NEW
+        """Return the position of the token in each slot, and how many slots there are."""
+        return {"slots": self.pos.tolist(), "size": len(self)}  # NEW
+
     def table(self, tokens: list[str] | tuple[str, ...] = ()) -> str:  # NEW
         """Return the geometry and a line per slot: position and, if tokens are given, its token."""
-        kv = [kv[..., : len(self.pos), :] for kv in self.layers if len(self)]  # NEW
-        shape = (len(kv), *kv[0].shape) if kv else "empty"  # NEW
-        shown = dict(enumerate(map(repr, tokens)))  # NEW
-        rows = [f"{s:6}{p:10}  {shown.get(p, '')}" for s, p in enumerate(self.pos.tolist())]  # NEW
+        shape = "empty"  # NEW
+        if len(self) > 0:  # NEW
+            shape = (len(self.layers), *self.layers[0][..., : len(self.pos), :].shape)  # NEW
+        rows = []  # NEW
+        for slot, position in enumerate(self.pos.tolist()):  # NEW
+            token = repr(tokens[position]) if position < len(tokens) else ""  # NEW
+            rows.append(f"{slot:6}{position:10}  {token}")  # NEW
         if len(rows) > 16:  # NEW
             rows[8:-8] = ["   ..."]  # NEW
         head = f"KV cache (L, 2, B, H, S, D): {shape}, {self.nbytes:,} bytes"  # NEW
@@ -257,9 +271,6 @@ class Llama(nn.Module):  # LLAMA
         super().__init__()
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        # Shape (V, C) as published, memory column by column: x @ wte.T, the largest product of
-        # one-token decoding, then reads it in the order a CPU is fastest at.
-        self.wte.weight = nn.Parameter(torch.empty(config.n_embd, config.vocab_size).t())
         if config.head_dim % 2:  # ROPE
             raise ValueError(f"head_dim is {config.head_dim}, and must be even, for pairs")  # ROPE
         self.drop = nn.Dropout(config.dropout)
@@ -287,14 +298,15 @@ class Llama(nn.Module):  # LLAMA
         """Return the logits (B, T, V) of ids (B, T), which follow the cached text; with last_only,
         the last token's (B, 1, V). Raises ValueError, and changes nothing, if there is no token,
         the text exceeds n_ctx, or the cache has another number of layers."""
-        start, T = cache.next_pos if cache is not None else 0, ids.size(1)  # NEW
-        if cache is not None and len(cache) and len(cache.layers) != len(self.h):  # NEW
+        n_read, T = 0 if cache is None else len(cache), ids.size(1)  # NEW
+        if n_read > 0 and len(cache.layers) != len(self.h):  # NEW
             geometry = f"{len(cache.layers)} layers can't serve a model of {len(self.h)}"  # NEW
             raise ValueError(f"a cache of {geometry}")  # NEW
-        pos = start + torch.arange(T, device=ids.device)  # (T,)
+        pos = torch.arange(T) if cache is None else cache.positions(T)  # NEW
+        pos = pos.to(ids.device)  # NEW  (T,)
         if T < 1 or pos.max() >= self.context:
             limits = f"must be at least 1 and end within n_ctx = {self.context}"
-            raise ValueError(f"{T} tokens after {start}: {limits}")
+            raise ValueError(f"{T} tokens after {n_read}: {limits}")
         x, rope = self.drop(self.wte(ids)), rotation(pos, self.config)  # ROPE  (B, T, C)
         for layer, block in enumerate(self.h):  # NEW
             x = block(x, pos, cache, layer, rope)  # ROPE
@@ -344,7 +356,7 @@ def generate(model: nn.Module, ids: Tensor, max_new_tokens: int, *, temperature:
     option is out of range."""
     cache = model.new_cache() if cache is None else cache  # NEW
     cached_from = 0  # NEW  index in ids of the first cached token
-    if ids.dim() == 2 and 0 < len(cache) >= ids.size(1):  # NEW
+    if ids.dim() == 2 and len(cache) > 0 and ids.size(1) <= len(cache):  # NEW
         lengths = f"{ids.size(1)} tokens, must be longer than the {len(cache)} in the cache"  # NEW
         raise ValueError(f"ids, {lengths}")  # NEW
     check_options(ids, max_new_tokens, temperature, top_k)

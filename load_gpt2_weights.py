@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from support.cli import CommandLine
 from support.conditions import conditions, random_model
 from support.files import check_fields, not_downloaded, read_json, regular, said
+from support.layout import order_for_decoding
 from support.tokenizers import (
     LLAMA3_FILE,
     READERS,
@@ -458,9 +459,9 @@ def load_model(
         drop_head(tensors, name_or_path)
     check_sizes(config, tensors, config_path)
     with torch.device("meta"):  # shapes and strides without memory
-        model = model_class(config)
+        model = order_for_decoding(model_class(config))
     check_tensors(tensors, model, name_or_path)
-    model = model.to(dtype).to_empty(device=device)  # keeps the strides: wte stays column-first
+    model = model.to(dtype).to_empty(device=device)  # which keeps the strides
     with torch.no_grad():
         for name, part in public_parts(model).items():
             tensor = tensors.pop(name)  # one that isn't mapped is freed at once

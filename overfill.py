@@ -87,6 +87,15 @@ class RefreshedPair(Pair):
         self.refresh_count = none.clone()
         self.refreshes: list[Refresh] = []
 
+    def positions(self, T: int) -> Tensor:
+        """Return the positions (T,) at which the student reads its next T tokens."""
+        return self.student_cache.positions(T)
+
+    def snapshot(self) -> dict[str, object]:
+        """Return what the student's cache holds, and what the teacher did to it, for traces."""
+        student = self.student_cache.snapshot()
+        return {**student, "fits": self.same_geometry, "refreshes": self.refreshes}
+
     def prefill(self) -> None:
         super().prefill()
         self.newest_reading = None
@@ -349,13 +358,17 @@ class SideBySide:
     def __init__(self, cache: KVCache, passes: int) -> None:
         self.length = len(cache) - 1
         self.layers = cache.layers
-        query = torch.arange(passes, device=cache.pos.device)
-        self.next_pos = cache.pos[-1] - query  # the model adds 0, 1, ..., N - 1
+        self.pos = cache.pos[-1:]
+        query = torch.arange(passes, device=self.pos.device)
         before = torch.ones(passes, self.length, dtype=torch.bool, device=query.device)
         self.mask = torch.cat([before, query == query[:, None]], 1)  # (N, n + N)
 
     def __len__(self) -> int:
         return self.length
+
+    def positions(self, T: int) -> Tensor:
+        """Return the last token's position for each of the T queries (T,)."""
+        return self.pos.expand(T)
 
     def append(
         self, layer: int, k: Tensor, v: Tensor, pos: Tensor

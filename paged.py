@@ -233,10 +233,14 @@ class Batch:
         self.slots = torch.tensor(slots).to(device)  # (T,)
         self.blocks = torch.tensor(blocks).to(device)
         self.mask = mask.to(device)
-        self.next_pos = (pos - torch.arange(len(pos))).to(device)  # the model adds 0, 1, ..., T - 1
+        self.pos = pos.to(device)
 
     def __len__(self) -> int:
         return max(text.n_read for text in self.texts)
+
+    def positions(self, T: int) -> Tensor:
+        """Return the position of each of the T tokens in its text (T,)."""
+        return self.pos
 
     @torch.no_grad()
     def append(

@@ -52,10 +52,11 @@ def splice_last(cache: KVCache, source: KVCache, counts: Tensor) -> None:
     few tokens.
     """
     n = int(counts.max())
-    if cache.next_pos != source.next_pos or not 0 <= n <= min(len(cache), len(source)):
+    end, source_end = int(cache.positions(1)), int(source.positions(1))
+    if end != source_end or not 0 <= n <= min(len(cache), len(source)):
         raise ValueError(
-            f"can't replace {n} of {len(cache)} tokens up to position {cache.next_pos} by those of "
-            f"{len(source)} up to {source.next_pos}"
+            f"can't replace {n} of {len(cache)} tokens up to position {end} by those of "
+            f"{len(source)} up to {source_end}"
         )
     replaced = torch.arange(n, 0, -1, device=counts.device) <= counts[:, None]  # (B, n)
     for old, new in zip(cache.layers, source.layers, strict=True):

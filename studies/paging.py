@@ -34,14 +34,16 @@ class PaddedCache(SlidingWindowCache):
     """Keys and values of B texts with room for the longest each: the layout that blocks replace.
     Padding stands before the shorter ones, and is seen by itself only."""
 
-    next_pos: Any = 0  # of each text, (B, 1); of the first pass what its positions are more than
-
     def __init__(self, lengths: Tensor, new: int) -> None:
         """lengths (B, 1) of the prompts; new: tokens after each."""
         longest = int(lengths.max())
         super().__init__(longest + new - 1)  # and a spare slot
-        self.padding, slot = longest - lengths, torch.arange(longest, device=lengths.device)
-        self.next_pos = (slot - self.padding).clamp(min=0) - slot  # the model adds 0, 1, ...
+        self.padding = longest - lengths
+
+    def positions(self, T: int) -> Tensor:
+        """Return the positions (B, T) of the next T tokens, 0 for padding."""
+        slot = len(self) + torch.arange(T, device=self.padding.device)
+        return (slot - self.padding).clamp(min=0)
 
     def append(
         self, layer: int, k: Tensor, v: Tensor, pos: Tensor
@@ -56,7 +58,6 @@ class PaddedCache(SlidingWindowCache):
 
     def commit(self, pos: Tensor) -> None:
         super().commit(len(self) + torch.arange(pos.size(1), device=pos.device))
-        self.next_pos = len(self) - self.padding
 
 
 @torch.no_grad()

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from support.layout import order_for_decoding
+
 SIZES = {  # GPT-2's own; 355M is DialoGPT-medium's, too
     "124M": {},
     "355M": {"n_layer": 24, "n_head": 16, "n_embd": 1024},
@@ -31,7 +33,7 @@ def random_model(model_class: type[nn.Module], name: str) -> nn.Module:
         layers, heads, width = map(int, name.split("x"))
         config = {"n_layer": layers, "n_head": heads, "n_embd": width}
     torch.manual_seed(0)
-    return model_class(model_class.config_class(**config)).eval()
+    return order_for_decoding(model_class(model_class.config_class(**config))).eval()
 
 
 def machine(device: str) -> str:

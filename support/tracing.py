@@ -6,7 +6,6 @@ The scripts that write text make one with `--trace FILE.html`. It needs nothing 
 import codecs
 import html
 import json
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,7 @@ class Trace:
         self.steps: list[dict[str, Any]] = []
         # the tokens whose entries in the student's cache are a teacher's
         self.teacher: set[int] = set()
-        self.refreshes = 0
+        self.n_refreshes = 0
         self.watched: dict[int, Any] = {}  # by layer: what removes the hook
         # by layer: the last pass's attention and its arguments
         self.calls: dict[int, tuple[nn.Module, tuple]] = {}
@@ -78,69 +77,81 @@ class Trace:
     def step(self, token: int, cache: Any = None) -> None:
         """Record that a token was written, with the cache, or the pair of models, as it is now."""
         n = len(self.ids)
-        pair = cache if hasattr(cache, "teacher") else None
-        held = cache.student_cache if pair else cache
-        start = self.context_start(n, self.n_ctx) if held is None else n - held.next_pos
-        fed = (start if held is None or start != self.start else self.fed), n
+        if cache is None:
+            start = first_fed = self.context_start(n, self.n_ctx)
+        else:
+            start = n - int(cache.positions(1))
+            first_fed = self.fed if start == self.start else start
+        fed = first_fed, n
         step: dict[str, Any] = {"n": n, "start": start, "fed": fed, "bytes": 0}
         step["events"] = events = []
+        refreshes = None
         if cache is not None:
+            snapshot = cache.snapshot()
+            fits = snapshot.pop("fits", None)  # a pair's
+            refreshes = snapshot.pop("refreshes", None)
+            for name in ("slots", "evicted"):
+                if name in snapshot:  # positions, which become indices in the text
+                    snapshot[name] = [start + position for position in snapshot[name]]
             step["bytes"] = cache.nbytes
-            step |= contents(held, start, n)
+            step |= snapshot
             if start != self.start:
                 events.append(
                     f"The context of {self.n_ctx} tokens is full: the oldest half is forgotten, "
                     "and the rest is read again at new positions."
                 )
-        self.record_attention(step, held)
+        self.record_attention(step, cache)
         if self.reused:
             step["reused"] = self.reused
             if fed[0] == self.reused[1]:
                 events.append(
                     f"{fed[0] - start} of {n - start} tokens were in a cache: {n - fed[0]} are read."
                 )
-        if pair:
-            self.record_pair(step, pair, restarted=start != self.start or not self.steps)
+        if refreshes is not None:
+            restarted = start != self.start or not self.steps
+            self.record_teacher(step, fits, refreshes, restarted)
         self.steps.append(step)
         self.start, self.fed = start, n
         self.ids.append(token)
 
-    def record_pair(self, step: dict[str, Any], pair: Any, restarted: bool) -> None:
-        """Add to a step whose entries are whose."""
+    def record_teacher(
+        self, step: dict[str, Any], fits: bool, refreshes: list, restarted: bool
+    ) -> None:
+        """Add to a pair's step which entries are the teacher's. fits: whether its cache serves the student."""
         n = step["n"]
         if restarted:
             self.teacher = set()
-            said = "The teacher's cache doesn't fit: the student reads the text."
-            if pair.same_geometry:
+            event = "The teacher's cache doesn't fit: the student reads the text."
+            if fits:
                 self.teacher = {*range(step["start"], n)}
-                said = "The teacher reads the text, and its cache is handed over."
-            step["events"].append(said)
-        if len(pair.refreshes) > self.refreshes and pair.same_geometry:
-            count = pair.refreshes[-1].tokens_replaced
-            self.teacher |= {*range(n - count, n)}
-            step["replaced"] = [n - count, n]
+                event = "The teacher reads the text, and its cache is handed over."
+            step["events"].append(event)
+        if fits and len(refreshes) > self.n_refreshes:
+            replaced = refreshes[-1].tokens_replaced
+            self.teacher |= {*range(n - replaced, n)}
+            step["replaced"] = [n - replaced, n]
             step["events"].append(
-                f"Refresh: the teacher has read {pair.refreshes[-1].tokens_read} tokens, and its entries "
-                f"replace the student's last {count}."
+                f"Refresh: the teacher has read {refreshes[-1].tokens_read} tokens, and its entries "
+                f"replace the student's last {replaced}."
             )
-        self.refreshes = len(pair.refreshes)
+        self.n_refreshes = len(refreshes)
         step["teacher"] = sorted(self.teacher)
 
     def record_attention(self, step: dict[str, Any], cache: Any) -> None:
         """Add to a step what its newest token attended to, if the model is watched and has read it."""
         calls, self.calls = self.calls, {}
         for _, (module, args) in sorted(calls.items()):
-            if hasattr(module, "counted"):
+            if "mass" in step:
                 shares, slots = bct_weights(module, args, cache)
                 step.setdefault("memory", []).append(round(1000 * slots))
             else:
                 q, k, _, *mask = args
                 T = q.size(2)
-                if hasattr(cache, "visible") and 1 < T < cache.next_pos:
+                if "sinks" in step and 1 < T < step["n"] - step["start"]:
                     return  # a chunk read by a ring that held tokens: its keys weren't in the order of the slots
                 shares = weights(q, k, *mask)
-                if cache is not None and len(shares) == T:  # the keys are the tokens fed, in order
-                    shares = shares[(cache.pos - cache.next_pos).to(shares.device)]
+                if "slots" in step and len(shares) == T:  # the keys are the tokens fed, in order
+                    shares = shares[[index - step["n"] for index in step["slots"]]]
             thousandths = [round(1000 * share) for share in shares.tolist()]
             step.setdefault("attention", []).append(thousandths)
 
@@ -164,26 +175,6 @@ def write_page(path: Path, title: str, data: dict[str, Any], template: str) -> N
     write_text(path, page)
 
 
-def contents(cache: Any, start: int, n: int) -> dict[str, Any]:
-    """Return which tokens, from start to n, are in which slots of a cache, and how many slots there are."""
-    if isinstance(cache.layers[0], list):  # BCT: slots, and recent tokens
-        layer = len(cache.layers) // 2
-        *slots, recent, _, _, _ = cache.layers[layer]
-        held = min(recent.size(2), n)
-        mass, what = slots[-1].norm(dim=3, keepdim=True), "the length of its summed values"
-        if len(slots) == 3:
-            mass, what = slots[-1], "how many tokens' worth it holds"
-        mass = [round(x, 3) for x in mass[0, 0, :, 0].tolist()]
-        found = {"mass": mass, "what": what, "layer": layer}
-        return {"slots": [*range(n - held, n)], "size": held, **found}
-    slots = [p + start for p in cache.pos.tolist()]
-    found = {"slots": slots, "size": cache.layers[0].size(3)}
-    if hasattr(cache, "visible"):  # a ring: later queries see nothing that the last one doesn't
-        hidden = cache.pos[~cache.visible(cache.pos, cache.pos.max())]
-        found |= {"evicted": [p + start for p in hidden.tolist()], "sinks": cache.sinks}
-    return found
-
-
 def weights(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the attention (S,) of the last query in q (B, H, T, D) to keys k (B, H, S, D): the first text's mean over
     heads. If the values are an identity matrix, attention returns its weights."""
@@ -196,13 +187,10 @@ def weights(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
 def bct_weights(memory: Any, args: tuple, cache: Any) -> tuple[Tensor, float]:
     """Return a BCT's: those of the tokens that it holds as they are, and the sum of those of its slots. The state after
     a pass is what its last query has read."""
-    (_, q, *_, layer), n = args, cache.next_pos
-    keys, _, *mass, recent, _, _, _ = cache.layers[layer]
-    size, times = memory.counted(*mass)
-    M, missing = keys.size(2), max(0, recent.size(2) - n)
-    k = torch.cat([keys / size, recent], dim=2)
-    mask = torch.zeros_like(k[..., :1])
-    mask[:, :, :M] = times
-    mask[:, :, M : M + missing] = -math.inf  # tokens that don't exist
-    shares = weights(q.float(), k, mask.mT)
-    return shares[M + missing :], float(shares[:M].sum())
+    _, q, *_, layer = args
+    slots, recent = cache.layers[layer]
+    M, R = slots.keys.size(2), recent.k.size(2)
+    n_empty = max(0, R - len(cache))
+    k, _, mask = memory.readable(slots, recent, n_empty)
+    shares = weights(q.float(), k, mask)
+    return shares[M + n_empty :], float(shares[:M].sum())

@@ -18,6 +18,8 @@ from gpt_bounded_cache import (
     GPTConfig,
     KVCache,
     SlidingWindowCache,
+    Slots,
+    Tokens,
     WriteMemory,
     generate,
 )
@@ -169,7 +171,8 @@ def recurrence(model: GPT, ids: Tensor) -> Tensor:
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, head: int, x: Tensor) -> Tensor:
         memory = model.h[layer].memory
         MK = memory.addresses[head].double()
-        MV = torch.cat(memory.empty(ids)[:2], dim=-1)[0, head].double()
+        slots, _ = memory.empty(ids)
+        MV = torch.cat([slots.keys, slots.values], dim=-1)[0, head].double()
         wq = x[0] @ memory.c_query.weight.double()  # 3
         wv = torch.cat([k, v], dim=-1)[0]  # 4
         if c.rule == "mean":
@@ -206,7 +209,8 @@ def test_identity_of_the_parallel_form_and_of_any_feeding_with_the_recurrence(
 ) -> None:
     model, ids = model_of(config, seed=3), ids_of(2, 70)  # past n_ctx = 24
     expected = torch.cat([recurrence(model, row) for row in ids.split(1)])
-    assert model.h[0].memory.empty(ids)[0].any() == config.random_start
+    slots, _ = model.h[0].memory.empty(ids)
+    assert slots.keys.any() == config.random_start
     for chunk in (1, 7, 64, 1000):
         monkeypatch.setattr(WriteMemory, "chunk", chunk)
         assert_close(model(ids), expected, torch.float32)
@@ -217,8 +221,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-def empty_slots(k: Tensor, M: int) -> list[Tensor]:
-    return [k.new_zeros(*k.shape[:2], M, size) for size in (k.size(3), k.size(3), 1)]
+def empty_slots(k: Tensor, M: int) -> Slots:
+    return Slots(*(k.new_zeros(*k.shape[:2], M, size) for size in (k.size(3), k.size(3), 1)))
 
 
 def test_identity_of_one_hot_writes_to_enough_slots_with_full_attention() -> None:
@@ -227,9 +231,11 @@ def test_identity_of_one_hot_writes_to_enough_slots_with_full_attention() -> Non
     one_hot = torch.eye(25)[:20].expand(
         2, 3, 20, 25
     )  # five slots are never written, and are not there
-    y, *slots = memory.parallel(q, empty_slots(k, 25), [k, v, one_hot, torch.zeros(2, 3, 20, 1)], 0)
+    tokens = Tokens(k, v, one_hot, torch.zeros(2, 3, 20, 1))
+    y, slots = memory.parallel(q, empty_slots(k, 25), tokens, 0)
     torch.testing.assert_close(y, attend(q, k, v, torch.ones(20, 20).tril().bool()))
-    for got, expected in zip(slots, (k, v, torch.ones(2, 3, 20, 1)), strict=True):
+    written = (slots.keys, slots.values, slots.mass)
+    for got, expected in zip(written, (k, v, torch.ones(2, 3, 20, 1)), strict=True):
         torch.testing.assert_close(got[:, :, :20], expected)
 
 
@@ -237,12 +243,12 @@ def test_identity_of_one_hot_writes_over_the_oldest_with_a_sliding_window() -> N
     q, k, v = torch.randn(3, 2, 3, 20, 8, generator=torch.Generator().manual_seed(0))
     memory, slots, read = WriteMemory(replace(SMALL_BCT, recent=0)), empty_slots(k, 6), []
     for t in range(20):
-        slots = [x.clone() for x in slots]
-        for x in slots:
+        slots = slots.to(None)
+        for x in (slots.keys, slots.values, slots.mass):
             x[:, :, t % 6] = 0
         write = torch.eye(6)[t % 6].expand(2, 3, 1, 6)
-        new = [k[:, :, [t]], v[:, :, [t]], write, torch.zeros(2, 3, 1, 1)]
-        y, *slots = memory.recurrent(q[:, :, [t]], slots, new, 0)
+        new = Tokens(k[:, :, [t]], v[:, :, [t]], write, torch.zeros(2, 3, 1, 1))
+        y, slots = memory.recurrent(q[:, :, [t]], slots, new, 0)
         read.append(y)
     place = torch.arange(20)
     window = (place <= place[:, None]) & (place > place[:, None] - 6)
@@ -313,9 +319,8 @@ def test_what_is_empty_is_not_there_whatever_the_scores_are(form: str, R: int) -
     memory = WriteMemory(replace(SMALL_BCT, recent=R))
     q, new = torch.full((1, 1, 1, 4), 10.0), torch.tensor([0.0] * R + [1.0])[:, None]
     k, v = (torch.full((1, 1, R + 1, 4), x) * new for x in (-5.0, 1.0))
-    y, *_ = getattr(memory, form)(
-        q, empty_slots(k, 4), [k, v, new * torch.ones(1, 1, 1, 4), 0 * k[..., :1]], R
-    )
+    tokens = Tokens(k, v, new * torch.ones(1, 1, 1, 4), 0 * k[..., :1])
+    y, _ = getattr(memory, form)(q, empty_slots(k, 4), tokens, R)
     torch.testing.assert_close(y, torch.ones_like(y))
 
 

@@ -127,7 +127,7 @@ def check_any_feeding(
                 nbytes = cache.nbytes
                 with failing(model, rng.choice(parts), nan=rng.random() < 0.5):
                     model((ids[:, n : n + T] + 1) % model.config.vocab_size, cache)
-                assert len(cache) == cache.next_pos == n and cache.nbytes == nbytes
+                assert len(cache) == int(cache.positions(1)) == n and cache.nbytes == nbytes
             else:
                 assert_close(model(ids[:, n : n + T], cache), expected[:, n : n + T], torch.float32)
 
@@ -279,7 +279,7 @@ def test_past_the_context_half_of_it_is_read_again_and_then_token_by_token() -> 
         m.ln_f.register_forward_pre_hook(lambda module, inputs: projected.append(inputs[0].size(1)))
     list(gpt_kv_cache.generate(model, ids, 24, cache=cache))
     assert fed == [10] + [1] * 6 + [9] + [1] * 7 + [9] + [1] * 7 + [9]
-    assert len(cache) == 9 and cache.next_pos == 9  # the caller's cache begins anew
+    assert len(cache) == 9 and int(cache.positions(1)) == 9  # the caller's cache begins anew
     fed.clear()
     list(gpt_baseline.generate(baseline, ids, 24))
     assert fed == [*range(10, 17), *range(9, 17), *range(9, 17), 9]

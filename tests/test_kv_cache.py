@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 import gpt_baseline
 import gpt_bounded_cache as bounded
 import gpt_kv_cache
-from gpt_bounded_cache import BCTConfig, BoundedMemory, SlidingWindowCache
+from gpt_bounded_cache import BCTConfig, BoundedMemory, SlidingWindowCache, Tensors
 from gpt_kv_cache import GPTConfig, KVCache, generate
 from tests.pretended_device import held
 from tests.test_equivalence import (
@@ -59,8 +59,15 @@ def ids_of(*shape: int, seed: int = 1) -> Tensor:
 
 
 def tensors_of(cache: KVCache) -> list[Tensor]:
-    states = [state if isinstance(state, list) else [state] for state in cache.layers]
-    return [cache.pos, *(x for state in states for x in state)]
+    return [cache.pos, *tensors_in(cache.layers)]
+
+
+def tensors_in(layers: Any) -> list[Tensor]:
+    """All tensors that layers hold: tensors, named tuples of them, or a BCT's slots and recent tokens."""
+    if isinstance(layers, Tensor):
+        return [layers]
+    parts = layers.tensors().values() if isinstance(layers, Tensors) else layers
+    return [x for part in parts for x in tensors_in(part)]
 
 
 def snapshot(cache: KVCache) -> list[Tensor]:
@@ -144,7 +151,7 @@ def test_a_cache_that_does_not_fit_is_refused_and_unchanged(kind: Kind, fed: int
     cache.truncate(8)
     assert len(cache) == 8
     cache.truncate(0)
-    assert len(cache) == cache.nbytes == cache.next_pos == 0
+    assert len(cache) == cache.nbytes == int(cache.positions(1)) == 0
     for empty in (cache, kind.new_cache()):  # it takes any batch, and any depth after a failure
         with failing(model, "ln_f"):
             model(ids, empty)
@@ -255,7 +262,7 @@ def test_truncate_goes_back_to_an_earlier_token_and_frees_memory() -> None:
     model, ids, cache = model_of(CONFIG), ids_of(2, 12), KVCache()
     model(ids, cache)
     cache.truncate(5)
-    assert cache.next_pos == 5 and cache.nbytes == allocated(cache)
+    assert int(cache.positions(1)) == 5 and cache.nbytes == allocated(cache)
     assert_close(model(ids[:, 5:], cache), model(ids)[:, 5:], torch.float32)
 
 
@@ -264,7 +271,7 @@ def test_slots_may_stand_for_other_positions() -> None:
     model, ids, cache, keep = model_of(CONFIG), ids_of(2, 12), KVCache(), [0, 5, 11]
     model(ids, cache)
     part = KVCache([kv[..., keep, :] for kv in cache.layers], cache.pos[keep])
-    assert len(part) == 3 and part.next_pos == 12
+    assert len(part) == 3 and int(part.positions(1)) == 12
     model(ids[:, :2], part)
     assert part.pos.tolist() == [0, 5, 11, 12, 13]
 
@@ -285,10 +292,9 @@ class RowCache(KVCache):
     def commit(self, pos: Tensor) -> None:
         super().commit(len(self) + torch.arange(pos.size(1)))
 
-    @property
-    def next_pos(self) -> Tensor:
-        """Position at which each row's next token is read (B, 1)."""
-        return self.first + len(self)
+    def positions(self, T: int) -> Tensor:
+        """Return the positions (B, T) at which each row's next T tokens are read."""
+        return self.first + super().positions(T)
 
 
 def test_rows_at_positions_of_their_own_are_computed_as_each_alone() -> None:

@@ -129,7 +129,8 @@ def test_angles_are_exact_far_away_in_the_window(
     """At position 50,000 a float32 angle is right to 0.004 radians; bfloat16 can't tell it from 49,920."""
 
     class Far(KVCache):
-        next_pos = property(lambda self: 50_000 + len(self))
+        def positions(self, T: int) -> torch.Tensor:
+            return 50_000 + len(self) + torch.arange(T)
 
     reference(tmp_path, initializer_range=0.1)
     model, ids = load_model(str(tmp_path), dtype=dtype), ids_of(2, 40)

@@ -116,7 +116,7 @@ def test_filled_caches_have_the_bytes_and_the_position_of_read_ones() -> None:
     ids = torch.zeros(1, 20, dtype=torch.long)
     for model, filled in ways:
         cache = filled(model, 20)
-        assert len(cache) == cache.next_pos == 20
+        assert len(cache) == int(cache.positions(1)) == 20
         if filled is not lengths.preallocated_cache:
             read = model.new_cache()
             model(ids, read)

@@ -14,7 +14,7 @@ from torch import Tensor
 class Cache:
     """Keys, values and positions of the tokens that a model has read.
 
-    gpt_kv_cache.GPT calls, in every pass: `next_pos` and `len(cache)` at its beginning, `append` once in every layer,
+    gpt_kv_cache.GPT calls, in every pass: `len(cache)` and `positions` at its beginning, `append` once in every layer,
     in order, and `commit` at its end. A pass that fails never gets to `commit`. It also looks at `len(cache.layers)`,
     which must be the number of layers once something is cached. Written without gpt_kv_cache.KVCache.
     """
@@ -28,16 +28,19 @@ class Cache:
         # exercise 2.1
         return len(self.pos)
 
-    @property
-    def next_pos(self) -> int:
-        """Position at which the next token is read."""
+    def positions(self, T: int) -> Tensor:
+        """Return the positions (T,) at which the next T tokens are read."""
         # exercise 2.1
-        return len(self.pos)
+        return len(self) + torch.arange(T)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all keys and values."""
         return sum(kv.nbytes for kv in self.layers)
+
+    def snapshot(self) -> dict[str, object]:
+        """Return what --trace shows: the position of the token in each slot, and how many slots there are."""
+        return {"slots": self.pos.tolist(), "size": len(self)}
 
     def append(
         self, layer: int, k: Tensor, v: Tensor, pos: Tensor

@@ -19,14 +19,14 @@ PROMPT, NEW = "One morning", 250
 
 class Cache:
     def __init__(self):
-        self.layers, self.next_pos = {}, 0
+        self.layers, self.n_read = {}, 0
 
     def append(self, layer, k, v, pos):
         if layer in self.layers:
             k = torch.cat([self.layers[layer][0], k], dim=2)  # (B, H, S, D)
             v = torch.cat([self.layers[layer][1], v], dim=2)
         self.layers[layer] = k, v
-        self.next_pos = int(pos[-1]) + 1
+        self.n_read = int(pos[-1]) + 1
         return k, v, None
 
 
@@ -34,7 +34,10 @@ class Fed(Cache):
     """What the model and generate() ask for besides: how much has been read, and a word at the end of each pass."""
 
     def __len__(self) -> int:
-        return self.next_pos
+        return self.n_read
+
+    def positions(self, T: int) -> Tensor:
+        return self.n_read + torch.arange(T)
 
     def commit(self, pos: Tensor) -> None:
         pass
@@ -71,7 +74,7 @@ def pass_that_fails(model: nn.Module, ids: Tensor) -> Tensor:
 def going_back(model: nn.Module, ids: Tensor) -> Tensor:
     cache = Fed()
     model(torch.cat([ids[:, :-1], ids[:, :4]], dim=1), cache)  # four tokens that nobody wanted
-    cache.next_pos = ids.size(1) - 1
+    cache.n_read = ids.size(1) - 1
     return model(ids[:, -1:], cache)[0, -1]
 
 

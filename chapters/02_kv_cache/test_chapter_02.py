@@ -68,18 +68,18 @@ def check(found: list[tuple[Tensor, Tensor, Tensor | None]], first: int, end: in
 
 
 @pytest.mark.ex2_1
-def test_stage_1_len_and_next_pos(impl: ModuleType) -> None:
+def test_stage_1_len_and_positions(impl: ModuleType) -> None:
     cache = impl.Cache()
-    assert len(cache) == 0 == cache.next_pos, (
-        "nothing has been read, and the first token is at position 0"
-    )
+    assert len(cache) == 0, "nothing has been read"
+    assert cache.positions(3).tolist() == [0, 1, 2], "the first token is at position 0"
     cache.commit(torch.arange(3))
-    got = f"len {len(cache)}, next_pos {cache.next_pos}"
-    assert len(cache) == 3 == cache.next_pos, (
-        f"tokens at positions 0, 1 and 2 have been committed: {got}"
+    positions = cache.positions(2).tolist()
+    assert len(cache) == 3 and positions == [3, 4], (
+        "tokens at positions 0, 1 and 2 have been committed: "
+        f"len {len(cache)}, the next two positions {positions}"
     )
     cache.commit(torch.arange(3, 4))
-    assert len(cache) == 4 == cache.next_pos, "one more"
+    assert len(cache) == 4 and cache.positions(1).tolist() == [4], "one more"
 
 
 @pytest.mark.ex2_1
@@ -87,7 +87,7 @@ def test_stage_1_one_token(impl: ModuleType) -> None:
     cache = impl.Cache()
     check(added(cache, 0, 1), 0, 1)
     layers = f"a pass over two layers leaves {len(cache.layers)} tensors in cache.layers, must be 2"
-    assert len(cache) == 1 == cache.next_pos and len(cache.layers) == 2, layers
+    assert len(cache) == 1 == int(cache.positions(1)) and len(cache.layers) == 2, layers
 
 
 @pytest.mark.ex2_1
@@ -95,7 +95,7 @@ def test_stage_1_two_tokens(impl: ModuleType) -> None:
     cache = impl.Cache()
     for first in (0, 1):
         check(added(cache, first, first + 1), first, first + 1)
-    assert len(cache) == 2 == cache.next_pos and len(cache.layers) == 2
+    assert len(cache) == 2 == int(cache.positions(1)) and len(cache.layers) == 2
 
 
 @pytest.mark.ex2_1
@@ -172,8 +172,8 @@ def check_failures(impl: ModuleType, model: GPT, read: int) -> None:
         for _ in range(2):
             fail_in_layer(model, ids[:, read:9], cache, layer)
         what = f"{read} tokens read, then two passes that fail in layer {layer}"
-        assert len(cache) == read == cache.next_pos, (
-            f"{what}: {len(cache)} tokens, next position {cache.next_pos}"
+        assert len(cache) == read == int(cache.positions(1)), (
+            f"{what}: {len(cache)} tokens, next position {int(cache.positions(1))}"
         )
         try:
             first = model(ids[:, read:9], cache)
@@ -245,8 +245,8 @@ def test_going_back_and_on_with_another_text(impl: ModuleType, model: GPT) -> No
     cache = impl.Cache()
     model(ids, cache)
     cache.truncate(5)
-    assert len(cache) == 5 == cache.next_pos, (
-        f"5 tokens kept: len {len(cache)}, next position {cache.next_pos}"
+    assert len(cache) == 5 == int(cache.positions(1)), (
+        f"5 tokens kept: len {len(cache)}, next position {int(cache.positions(1))}"
     )
     logits = model(other, cache)
     expected = model(torch.cat([ids[:, :5], other], 1))[:, 5:]

@@ -39,10 +39,9 @@ class Preallocated:
     def __len__(self) -> int:
         return len(self.pos)
 
-    @property
-    def next_pos(self) -> int:
-        """Position at which the next token is read."""
-        return len(self)
+    def positions(self, T: int) -> Tensor:
+        """Return the positions (T,) at which the next T tokens are read."""
+        return len(self) + torch.arange(T)
 
     def append(
         self, layer: int, k: Tensor, v: Tensor, pos: Tensor
@@ -97,10 +96,9 @@ class Ring:
     def __len__(self) -> int:
         return self.n_read
 
-    @property
-    def next_pos(self) -> int:
-        """Position at which the next token is read."""
-        return self.n_read
+    def positions(self, T: int) -> Tensor:
+        """Return the positions (T,) at which the next T tokens are read."""
+        return self.n_read + torch.arange(T)
 
     def append(
         self, layer: int, k: Tensor, v: Tensor, pos: Tensor
@@ -153,10 +151,9 @@ class PaddedBatch:
         """Columns, padding included."""
         return self.pos.size(1)
 
-    @property
-    def next_pos(self) -> int | Tensor:
-        """Position at which each row reads its next token: 0, or (B, 1) once the prompts are read.
-        Padding takes no position."""
+    def positions(self, T: int) -> Tensor:
+        """Return the positions at which each row reads its next T tokens: (T,) for the prompts, and
+        (B, T) once they are read. Padding takes no position."""
         raise NotImplementedError("exercise 3.5")
 
     def append(

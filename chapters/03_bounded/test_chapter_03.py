@@ -281,7 +281,7 @@ def test_any_cut_of_the_text_gives_the_logits_of_one_masked_pass(
         what = f"window {window}, {sinks} sinks, chunks {cuts}: is a token evicted that is needed?"
         expected = banded(model, ids, window, sinks)
         assert_close(logits, expected, what, LOGITS)
-        assert len(cache) == cache.next_pos == n, "tokens read, not slots filled"
+        assert len(cache) == int(cache.positions(1)) == n, "tokens read, not slots filled"
 
 
 @pytest.mark.ex3_4
@@ -446,7 +446,7 @@ def test_what_was_read_can_be_kept_until_the_ring_evicts(
                 if failed:
                     fail_in_layer(model, random_ids(1, failed, seed=7), cache, CONFIG.n_layer - 1)
                 cache.truncate(keep)
-                assert len(cache) == cache.next_pos == keep
+                assert len(cache) == int(cache.positions(1)) == keep
                 got = torch.cat([model(part, cache) for part in ids[:, keep:].split(1, 1)], 1)
                 what = f"{read} read, {failed} failed, truncate({keep}): window {window}, {sinks=}"
                 assert_close(got, expected[:, keep:], what, LOGITS)
@@ -482,7 +482,7 @@ def test_every_row_is_what_its_prompt_alone_gives(
         rows = [random_ids(1, draw.randint(1, 20), 10 * trial + i)[0].tolist() for i in range(4)]
         ids, lengths = impl.batch(rows, 99)
         cache = impl.PaddedBatch(lengths)
-        assert torch.as_tensor(cache.next_pos).eq(0).all()
+        assert cache.positions(3).tolist() == [0, 1, 2], "the prompts' positions"
         logits = growing(ids, cache)
         for row, got, n in zip(rows, logits, lengths, strict=True):
             what = f"the prompts, {lengths} tokens"
@@ -490,9 +490,10 @@ def test_every_row_is_what_its_prompt_alone_gives(
             assert_close(got[:n], expected, what, LOGITS[1:])
         more, n = random_ids(4, 17, trial), 0
         for size in [1, 1, *draw.sample(range(1, 6), 3)]:
-            assert torch.as_tensor(cache.next_pos).flatten().tolist() == [
-                length + n for length in lengths
-            ], f"prompts of {lengths} tokens, {n} more: next positions {cache.next_pos}"
+            next_pos = cache.positions(1).flatten().tolist()
+            assert next_pos == [length + n for length in lengths], (
+                f"prompts of {lengths} tokens, {n} more: next positions {next_pos}"
+            )
             logits = growing(more[:, n : n + size], cache)
             n += size
             for row, new, got in zip(rows, more.tolist(), logits, strict=True):

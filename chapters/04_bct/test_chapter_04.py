@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chapters.checking import assert_close
-from gpt_bounded_cache import BCT, BCTConfig, BoundedMemory, WriteMemory
+from gpt_bounded_cache import BCT, BCTConfig, BoundedMemory, Slots, Tokens, WriteMemory
 
 
 @pytest.fixture(autouse=True)
@@ -184,23 +184,23 @@ def memory_of(slots: int, head_dim: int) -> WriteMemory:
     return WriteMemory(BCTConfig(**sizes, slots=slots, recent=0))
 
 
-def step(memory: WriteMemory, slots: list[Tensor], *token: Tensor) -> list[Tensor]:
+def step(memory: WriteMemory, slots: Slots, *token: Tensor) -> tuple[Tensor, Slots]:
     """What a query reads after its token, and the slots: of q, k, v (D,), w (M,), log_keep (1,)."""
     q, *token = (t[None, None, None] for t in token)
-    return memory.recurrent(q, slots, token, 0)
+    return memory.recurrent(q, slots, Tokens(*token), 0)
 
 
 @pytest.mark.ex4_2
 def test_it_reads_what_the_real_memory_reads(impl: ModuleType) -> None:
     memory = memory_of(4, 8)
     for seed in range(10):
-        slots, real = torch.zeros(4, 17), [torch.zeros(1, 1, 4, n) for n in (8, 8, 1)]
+        slots, real = torch.zeros(4, 17), Slots(*(torch.zeros(1, 1, 4, n) for n in (8, 8, 1)))
         for t in range(6):
             q, k, v = draw(8, seed=seed), *draw(2, 8, seed=10 * seed + t)
             w, log_keep = draw(4, seed=99 * seed + t).softmax(dim=-1), torch.tensor([-0.3])
             slots = impl.write(slots, rows(k[None], v[None])[0], w, log_keep.exp().expand(4))
-            y, *real = step(memory, real, q, k, v, w, log_keep)
-            held = torch.cat(real, dim=-1)[0, 0]
+            y, real = step(memory, real, q, k, v, w, log_keep)
+            held = torch.cat([real.keys, real.values, real.mass], dim=-1)[0, 0]
             assert_close(slots, held, "keys, values and mass of the slots", tolerance=1e-7)
             assert_close(impl.read(q, slots), y[0, 0, 0], "what is read", tolerance=1e-7)
 
@@ -233,9 +233,9 @@ def test_scores_of_the_parallel_form_may_be_large(impl: ModuleType) -> None:
 def in_turn(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
     """What the real memory reads, token by token."""
     (_, D), M, out = k.shape, w.size(1), []
-    memory, slots = memory_of(M, D), [torch.zeros(1, 1, M, n) for n in (D, D, 1)]
+    memory, slots = memory_of(M, D), Slots(*(torch.zeros(1, 1, M, n) for n in (D, D, 1)))
     for token in zip(q, k, v, w, torch.zeros(len(k), 1), strict=True):
-        y, *slots = step(memory, slots, *token)
+        y, slots = step(memory, slots, *token)
         out.append(y[0, 0, 0])
     return torch.stack(out)
 
@@ -324,7 +324,8 @@ def test_the_formula_gives_what_is_allocated(impl: ModuleType) -> None:
         cache, model = BoundedMemory(), BCT(BCTConfig(**sizes, slots=M, recent=R))
         length, draws = choose.randint(1, 40), torch.Generator().manual_seed(seed)
         model(torch.randint(20, (B, length), generator=draws), cache)
-        allocated = sum(x.untyped_storage().nbytes() for state in cache.layers for x in state)
+        tensors = [x for state in cache.layers for part in state for x in part.tensors().values()]
+        allocated = sum(x.untyped_storage().nbytes() for x in tensors)
         found = impl.memory_bytes(L, H, D, M, R, batch=B)
         assert found == allocated, (
             f"{L=} {H=} {D=} {M=} {R=} {B=}: {found} bytes, must be {allocated}"

@@ -65,7 +65,7 @@ def published(model: GPT, tokenizer: tiktoken.Encoding) -> None:
 
 
 def positions(ids: Tensor, cache: KVCache) -> list[int]:
-    return [*range(cache.next_pos, cache.next_pos + ids.size(1))]
+    return cache.positions(ids.size(1)).tolist()
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ def splice_last(cache: KVCache, source: KVCache, n: int) -> None:
 
     A layer's tensor (2, B, H, any, D) may be longer than its cache: after a failed pass it holds more than len(cache)
     tokens, and the rest doesn't count. Raises ValueError, with the two numbers or shapes that don't fit, and changes
-    nothing, if the caches end at different positions (next_pos), if n is negative or more than one of them holds, or if
+    nothing, if the caches end at different positions (positions(1)), if n is negative or more than one of them holds, or if
     their numbers of layers or shapes (2, B, H, D) differ.
     Source: Emara, Kim and Abdelfattah 2025, "KV-Cache Refresh Methods for Long Generation", splice_last_k.
     """

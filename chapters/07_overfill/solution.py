@@ -21,14 +21,15 @@ def splice_last(cache: KVCache, source: KVCache, n: int) -> None:
 
     A layer's tensor (2, B, H, any, D) may be longer than its cache: after a failed pass it holds more than len(cache)
     tokens, and the rest doesn't count. Raises ValueError, with the two numbers or shapes that don't fit, and changes
-    nothing, if the caches end at different positions (next_pos), if n is negative or more than one of them holds, or if
+    nothing, if the caches end at different positions (positions(1)), if n is negative or more than one of them holds, or if
     their numbers of layers or shapes (2, B, H, D) differ.
     Source: Emara, Kim and Abdelfattah 2025, "KV-Cache Refresh Methods for Long Generation", splice_last_k.
     """
     # exercise 7.1
-    if cache.next_pos != source.next_pos:
+    end, source_end = int(cache.positions(1)), int(source.positions(1))
+    if end != source_end:
         raise ValueError(
-            f"a cache up to position {cache.next_pos} can't take entries of one up to {source.next_pos}"
+            f"a cache up to position {end} can't take entries of one up to {source_end}"
         )
     if not 0 <= n <= min(len(cache), len(source)):
         raise ValueError(f"can't replace {n} of {len(cache)} tokens by those of {len(source)}")
@@ -101,7 +102,7 @@ class Tracer:
         others.
         """
         # exercise 7.4
-        pos = torch.arange(cache.next_pos, cache.next_pos + ids.size(1))
+        pos = cache.positions(ids.size(1))
         k = ids.float()[:, None, :, None]  # (1, 1, T, 1)
         cache.append(0, k, torch.full_like(k, self.mark), pos)
         cache.commit(pos)

@@ -187,7 +187,8 @@ def test_misfits_are_refused_and_change_nothing(
     ]:
         cache = cache_of(student, text(6, batch=2 if (source, n) == (whole, 2) else 1))
         before = entries(cache).clone()
-        case = f"{n} of 6 tokens up to position 6 by those of {len(source)} up to {source.next_pos}, {shape_of(source)}"
+        end = int(source.positions(1))
+        case = f"{n} of 6 tokens up to position 6 by those of {len(source)} up to {end}, {shape_of(source)}"
         try:
             impl.splice_last(cache, source, n)
         except ValueError as error:
@@ -620,7 +621,7 @@ class Speller:
 
     def __call__(self, ids: Tensor, cache: KVCache) -> Tensor:
         self.fed.append(ids[0].tolist())
-        pos = torch.arange(cache.next_pos, cache.next_pos + ids.size(1))
+        pos = cache.positions(ids.size(1))
         k = ids.float()[:, None, :, None]
         cache.append(0, k, k, pos)
         cache.commit(pos)

@@ -130,9 +130,9 @@ class Int8Cache:
     def __len__(self) -> int:
         return len(self.pos)
 
-    @property
-    def next_pos(self) -> int:
-        return len(self)
+    def positions(self, T: int) -> Tensor:
+        """Return the positions (T,) at which the next T tokens are read."""
+        return len(self) + torch.arange(T)
 
     def append(
         self, layer: int, k: Tensor, v: Tensor, pos: Tensor

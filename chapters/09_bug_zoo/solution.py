@@ -105,8 +105,8 @@ def check_chunks(module: ModuleType) -> None:
         exact, cache = model(ids), module.KVCache()
         pieces = [model(ids[:, a:b], cache) for a, b in zip([0, *cuts], [*cuts, n], strict=True)]
         assert_close(torch.cat(pieces, dim=1), exact, f"cut at {cuts} of {n}")
-        assert len(cache) == n == cache.next_pos, (
-            f"{len(cache)} tokens in the cache, next position {cache.next_pos}"
+        assert len(cache) == n == int(cache.positions(1)), (
+            f"{len(cache)} tokens in the cache, next position {int(cache.positions(1))}"
         )
         cache = module.KVCache()
         model(ids[:, : cuts[0]], cache)
@@ -132,8 +132,8 @@ def check_state(module: ModuleType) -> None:
     exact = model(ids)
 
     def holds(cache: object, n: int, what: str) -> None:
-        assert len(cache) == n == cache.next_pos, (
-            f"{what}: {len(cache)} tokens and next position {cache.next_pos}"
+        assert len(cache) == n == int(cache.positions(1)), (
+            f"{what}: {len(cache)} tokens and next position {int(cache.positions(1))}"
         )
         cache = cache.clone()
         assert_close(model(ids[:, n:], cache), exact[:, n:], what)
@@ -149,7 +149,9 @@ def check_state(module: ModuleType) -> None:
             cache = read(n)
             with interrupted(model, layer):
                 model(ids[:, n : n + 4], cache)
-            assert len(cache) == n == cache.next_pos, f"{len(cache)} tokens after an interruption"
+            assert len(cache) == n == int(cache.positions(1)), (
+                f"{len(cache)} tokens after an interruption"
+            )
             rest = torch.cat([model(piece, cache) for piece in ids[:, n:].split(6, dim=1)], dim=1)
             assert_close(rest, exact[:, n:], "after an interruption")
         cache = read(n)
@@ -231,7 +233,7 @@ def check_ring(module: ModuleType) -> None:
                     model(text(2, T, 9), cache)
                 model(text(2, T, 9), other.clone())
                 what = f"{n} tokens read, {T} interrupted in layer {layer}"
-                assert len(cache) == n == cache.next_pos, what
+                assert len(cache) == n == int(cache.positions(1)), what
                 back = cache.clone()
                 if n <= 5:
                     cache.truncate(n - 1)
@@ -319,7 +321,7 @@ def check_generate(module: ModuleType) -> None:
                 start, expected[-1] = new_start, length - new_start
         assert fed == expected, f"{what}: passes read {fed} tokens instead of {expected}"
         end = n_prompt + n - 1 - start
-        assert len(cache) == end == cache.next_pos, (
+        assert len(cache) == end == int(cache.positions(1)), (
             f"{what}: {len(cache)} tokens in the cache instead of {end}"
         )
 

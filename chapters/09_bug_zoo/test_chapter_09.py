@@ -78,7 +78,7 @@ WRITTEN_OUT = (
     " @ v.double()).to(v.dtype)"
 )
 OTHER_APPEND = """    def append(self, layer, k, v, pos):
-        if self.next_pos:
+        if self.pos.numel():
             old = self.layers[layer].narrow(3, 0, self.pos.numel())
             k, v = torch.cat((old[0], k), 2), torch.cat((old[1], v), 2)
         both = torch.stack((k, v))
@@ -86,7 +86,7 @@ OTHER_APPEND = """    def append(self, layer, k, v, pos):
         return both[0], both[1], torch.arange(k.size(2)) < pos[:, None] + 1"""
 OTHER_WORDS = [
     ('f"can\'t keep {n} tokens of {len(self)}"', '"no"'),
-    ('f"{T} tokens after {start}: {limits}"', '"no"'),
+    ('f"{T} tokens after {n_read}: {limits}"', '"no"'),
 ]
 # Right, and written differently: in higher precision, with other words, with another bookkeeping.
 RIGHT = {
@@ -240,16 +240,17 @@ STATES = planted(
         changed(
             KV,
             (
-                "self.layers[layer:] = [kv]",
-                "self.layers[layer:layer] = [kv]",
+                "            del self.layers[layer:]  # NEW  what a failed pass left\n"
+                "            self.layers.append(kv)",
+                "            self.layers.insert(layer, kv)",
             ),
         )
     ),
     "An interruption before the head leaves the tokens counted, if the cache was empty.": lambda: (
-        changed(KV, (LAST, early("not start")))
+        changed(KV, (LAST, early("n_read == 0")))
     ),
     "An interruption before the head leaves the tokens counted, if the cache wasn't empty.": lambda: (
-        changed(KV, (LAST, early("start")))
+        changed(KV, (LAST, early("n_read > 0")))
     ),
     "A pass that doesn't fit is an IndexError.": lambda: changed(
         KV, ('raise ValueError(f"{T} tokens after', 'raise IndexError(f"{T} tokens after')
@@ -263,9 +264,9 @@ STATES = planted(
     "A pass that doesn't fit is taken up to the limit, if the cache is empty.": lambda: changed(
         KV,
         (
-            "pos = start + torch.arange(T, device=ids.device)  # (T,)\n        if T < 1",
-            "ids = ids if start else ids[:, : self.context]\n        T = ids.size(1)\n"
-            "        pos = start + torch.arange(T, device=ids.device)\n        if T < 1",
+            "        pos = torch.arange(T) if cache is None",
+            "        ids = ids if n_read > 0 else ids[:, : self.context]\n        T = ids.size(1)\n"
+            "        pos = torch.arange(T) if cache is None",
         ),
     ),
     "A clone of a cache has none of its tokens.": lambda: changed(
@@ -312,15 +313,15 @@ STATES = planted(
     "truncate() keeps the memory of the second layer.": lambda: changed(
         KV,
         (
-            "[kv[..., :n, :].clone() for kv in self.layers if n]",
-            "[kv[..., :n, :].clone() if not i else kv[..., :n, :] for i, kv in enumerate(self.layers) if n]",
+            "[kv[..., :n, :].clone() for kv in layers]",
+            "[kv[..., :n, :].clone() if not i else kv[..., :n, :] for i, kv in enumerate(layers)]",
         ),
     ),
     "truncate(0) keeps the memory.": lambda: changed(
         KV,
         (
-            "[kv[..., :n, :].clone() for kv in self.layers if n]",
-            "[kv[..., :n, :].clone() if n else kv[..., :0, :] for kv in self.layers]",
+            "        self.layers = [kv[..., :n, :].clone() for kv in layers]",
+            "        self.layers = [kv[..., :n, :].clone() if n else kv[..., :0, :] for kv in self.layers]",
         ),
     ),
     "truncate() takes more tokens than there are for all.": lambda: changed(
@@ -367,9 +368,8 @@ def listed(pos: str) -> list[tuple[str, str]]:
     def pos(self, pos):
         pass
 
-    @property
-    def next_pos(self):
-        return self.n_read
+    def positions(self, T):
+        return self.n_read + torch.arange(T)
 
 {line}"""
     return [
@@ -422,9 +422,9 @@ RINGS = planted(*(name for name in zoo.BUGS if name.startswith("ring") and name 
     "After three laps the ring goes the other way round.": lambda: changed(
         RING,
         (
-            "slot = n if n < size else self.sinks + (n - self.sinks) % (self.window + 1)",
-            "slot = n if n < size else self.sinks + (n - self.sinks) % (self.window + 1)\n"
-            "            slot = slot if n < 3 * size else self.sinks",
+            "slot = self.sinks + (n - self.sinks) % (self.window + 1)",
+            "slot = self.sinks + (n - self.sinks) % (self.window + 1)\n"
+            "            slot = slot if n < 3 * self.n_slots else self.sinks",
         ),
     ),
     "cache.pos lists slots, not positions.": lambda: changed(RING, *listed("torch.arange(len(x))")),
@@ -509,9 +509,8 @@ RINGS = planted(*(name for name in zoo.BUGS if name.startswith("ring") and name 
     "truncate() keeps a token less.": lambda: changed(
         RING,
         (
-            "self.n_read, self.pos, self.layers = n, self.pos[:n], self.layers if n else []",
-            "n -= 0 < n < len(self)\n"
-            "        self.n_read, self.pos, self.layers = n, self.pos[:n], self.layers if n else []",
+            "        self.n_read, self.pos = n, self.pos[:n]",
+            "        n -= 0 < n < len(self)\n        self.n_read, self.pos = n, self.pos[:n]",
         ),
     ),
     "A cache of another batch size is taken.": lambda: changed(
@@ -537,8 +536,8 @@ GENERATES = planted(
     "A cache of as many tokens as ids is taken, and emptied.": lambda: changed(
         KV,
         (
-            "0 < len(cache) >= ids.size(1):  # NEW",
-            "0 < len(cache) >= ids.size(1):\n        cache.truncate(0)\n    if False:",
+            "ids.size(1) <= len(cache):  # NEW",
+            "ids.size(1) <= len(cache):\n        cache.truncate(0)\n    if False:",
         ),
     ),
     "All rows go on with the first row's token.": lambda: changed(
@@ -614,8 +613,8 @@ GENERATES = planted(
     "A cache of more tokens than ids is cut back, and used.": lambda: changed(
         KV,
         (
-            "0 < len(cache) >= ids.size(1):  # NEW",
-            "0 < len(cache) > ids.size(1):\n"
+            "ids.size(1) <= len(cache):  # NEW",
+            "ids.size(1) < len(cache):\n"
             "        cache.truncate(ids.size(1) - 1)\n    if 0 < len(cache) == ids.size(1):",
         ),
     ),

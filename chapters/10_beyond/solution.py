@@ -176,10 +176,9 @@ class PagedCache:
     def __len__(self) -> int:
         return self.tables.length[self.text]
 
-    @property
-    def next_pos(self) -> int:
-        """Position at which the next token is read."""
-        return len(self)
+    def positions(self, T: int) -> Tensor:
+        """Return the positions (T,) at which the next T tokens are read."""
+        return len(self) + torch.arange(T)
 
     def append(
         self, layer: int, k: Tensor, v: Tensor, pos: Tensor

@@ -255,6 +255,5 @@ class Elsewhere(llama_kv_cache.KVCache):
         super().__init__()
         self.start = start
 
-    @property
-    def next_pos(self) -> int:
-        return self.start + len(self)
+    def positions(self, T: int) -> Tensor:
+        return self.start + len(self) + torch.arange(T)

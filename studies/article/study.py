@@ -143,9 +143,8 @@ class TwoLines(KVCache):
         super().commit(pos)
         self.pos = self.pos[-self.window :]
 
-    @property
-    def next_pos(self) -> int:
-        return super().next_pos if self.counts_positions else len(self)
+    def positions(self, T: int) -> Tensor:
+        return super().positions(T) if self.counts_positions else len(self) + torch.arange(T)
 
 
 @torch.no_grad()

@@ -63,8 +63,11 @@ def bct_memory(model: BCT, length: int) -> BoundedMemory:
     """Return a BCT's memory with random numbers in it, as after so many tokens."""
     memory = BoundedMemory()
     for block in model.h:
-        *state, log_keep = block.memory.empty(torch.zeros(1, 1, 1))
-        memory.layers.append([*map(torch.rand_like, state), -torch.rand_like(log_keep)])
+        slots, recent = block.memory.empty(torch.zeros(1, 1, 1))
+        for x in (*slots.tensors().values(), *recent.tensors().values()):
+            x.uniform_()
+        recent.log_keep.neg_()
+        memory.layers.append((slots, recent))
     memory.pos = torch.tensor([length - 1])
     return memory
 

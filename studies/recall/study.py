@@ -15,6 +15,7 @@ Efficient Language Models" (the task).
 
 import math
 import statistics
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,6 +30,8 @@ from gpt_bounded_cache import (
     GPTConfig,
     MemoryBlock,
     SlidingWindowCache,
+    Slots,
+    Tokens,
     WriteMemory,
 )
 from pocket.evaluation import window_of_equal_bytes
@@ -123,9 +126,9 @@ class RecallingBCT(Recaller, WideBCT):
 class MemoryThroughMK(WriteMemory):
     """The source's memory in another reading: MV holds values only, and a query finds them by MK."""
 
-    def empty(self, x: Tensor) -> list[Tensor]:
-        keys, *rest = super().empty(x)
-        return [self.addresses.expand_as(keys), *rest]
+    def empty(self, x: Tensor) -> tuple[Slots, Tokens]:
+        slots, recent = super().empty(x)
+        return replace(slots, keys=self.addresses.expand_as(slots.keys)), recent
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *where: Any) -> Tensor:
         """Return what the queries read; nothing is added to a slot's key."""
@@ -205,7 +208,7 @@ def recall_of(model: Recaller, pairs: int, min_answers: int) -> tuple[float, flo
     recall = (recalled == expected_values).float().mean().item()
     nbytes = cache.nbytes
     if isinstance(model, RecallingThroughMK):
-        nbytes -= sum(keys.nbytes for keys, *_ in cache.layers)
+        nbytes -= sum(slots.keys.nbytes for slots, _ in cache.layers)
     return recall, nbytes / len(ids)
 
 
