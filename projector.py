@@ -28,12 +28,12 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tiktoken
@@ -158,38 +158,54 @@ def attention_output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 # --- Stage 1: a cache becomes m summary tokens ----------------------------------------------------
 
 
-def segment_means(kv: Tensor, m: int) -> Tensor:
-    """Return the mean keys and values (H, m, 2 D) of m nearly equal parts of a cache (2, H, any,
-    D)."""
-    parts = torch.cat([*kv], -1).tensor_split(m, dim=1)
-    return torch.stack([part.mean(1) for part in parts], 1)
+def segment_means(k: Tensor, v: Tensor, m: int) -> Tensor:
+    """Return the mean keys and values (H, m, 2 D) of m nearly equal segments of a cache (H, any, D
+    each)."""
+    segments = torch.cat([k, v], -1).tensor_split(m, dim=1)
+    return torch.stack([segment.mean(1) for segment in segments], 1)
 
 
 def fit_head_map(
     x: Tensor, q: Tensor, out: Tensor, start: Tensor, penalty: float, steps: int
 ) -> tuple[Tensor, Tensor]:
-    """Return one head's map C (F, m * 2 D) and constant (m, 2 D), fitted by L-BFGS in float64 on N
-    prompts: features x (N, F), queries and outputs (N, R, D) each, from summary tokens (N, m, 2 D)
-    as a start. The loss passes a softmax, so that it has no closed form.
+    """Return one head's map C (F, m * 2 D) and constant (m, 2 D), fitted in float64 on N prompts:
+    features x (N, F), queries and outputs (N, R, D) each, from summary tokens (N, m, 2 D) as a
+    start.
 
-    Only x C enters the error, and what C has beside the span of x costs a penalty for nothing:
-    the optimum is C = x^T A, with |C|^2 = tr(A^T x x^T A), and N rows of A are fitted instead of
-    F of C. The coordinates are those in which |C|^2 is a sum of squares: with the Gram matrix x
-    x^T = root root^T, x C is root B and |C|^2 is |B|^2. Both sums are in units of their means:
-    the error of |out|^2, the penalty of a prompt's |x|^2.
+    The loss is |attention(q, x C) - out|^2 / |out|^2 + penalty / N * mean |x|^2 * |C|^2, sums over
+    all prompts. It passes a softmax, so it has no closed form.
     """
-    gram = x @ x.mT  # (N, N)
-    values, vectors = torch.linalg.eigh(gram)
-    kept = values > 1e-10 * values[-1]
-    values, vectors = values[kept], vectors[:, kept]  # (R,), (N, R)
-    unit = values.sum() / len(x)
-    root = vectors * (values / unit).sqrt()
+    root, dual = coordinates_in_span(x)
     constant = start.mean(0)
     B = ridge(root, (start - constant).flatten(1), START_PENALTY).contiguous()
-    constant.requires_grad_()
-    B.requires_grad_()
+
+    def loss() -> Tensor:
+        summaries = (root @ B).unflatten(1, constant.shape) + constant  # (N, m, 2 D)
+        read = attention_output(q, *summaries.chunk(2, -1))
+        error = (read - out).square().sum() / out.square().sum()
+        return error + penalty * B.square().sum() / len(x)
+
+    minimise(loss, [B, constant], steps)
+    return x.mT @ (dual @ B.detach()), constant.detach()
+
+
+def coordinates_in_span(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return root and dual (N, R each) of features x (N, F) of rank R. The maps C = x^T dual B are
+    all that a fit can end with, x C is root B, and |C|^2 is |B|^2 over the mean |x|^2 of a prompt:
+    B has R rows where C has F. Chapter 6 derives this."""
+    values, vectors = torch.linalg.eigh(x @ x.mT)
+    positive = values > 1e-10 * values[-1]
+    values, vectors = values[positive], vectors[:, positive]  # (R,), (N, R)
+    unit = values.sum() / len(x)
+    return vectors * (values / unit).sqrt(), vectors / (values * unit).sqrt()
+
+
+def minimise(loss: Callable[[], Tensor], parameters: list[Tensor], steps: int) -> None:
+    """Change parameters in place until a loss of them is least, by L-BFGS."""
+    for parameter in parameters:
+        parameter.requires_grad_()
     optimizer = torch.optim.LBFGS(
-        [B, constant],
+        parameters,
         max_iter=steps,
         tolerance_grad=1e-9,
         tolerance_change=1e-12,
@@ -197,18 +213,38 @@ def fit_head_map(
         line_search_fn="strong_wolfe",
     )
 
-    def loss() -> Tensor:
+    def loss_with_gradients() -> Tensor:
         optimizer.zero_grad()
-        summaries = (root @ B).unflatten(1, constant.shape) + constant  # (N, m, 2 D)
-        got = attention_output(q, *summaries.chunk(2, -1))
-        error = (got - out).square().sum() / out.square().sum()
-        total = error + penalty * B.square().sum() / len(x)
+        total = loss()
         total.backward()
         return total
 
-    optimizer.step(loss)
-    A = vectors / (values * unit).sqrt() @ B.detach()  # (N, m * 2 D)
-    return x.mT @ A, constant.detach()
+    optimizer.step(loss_with_gradients)
+
+
+class LayerMap(NamedTuple):
+    """One layer's part of stage 1."""
+
+    mean: Tensor  # (H, T, 2 D), of the features
+    scale: Tensor  # (H, T, 2 D), of the features
+    weight: Tensor  # (H, F, m * 2 D), a map C for each head
+    constant: Tensor  # (H, m, 2 D), the summary tokens of mean features
+
+
+def feature_statistics(x: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean and the scale (H, T, 2 D) of features (H, N, T, 2 D) where tokens are present
+    (N, T, 1)."""
+    count = present.sum(0).clamp(min=1)  # (T, 1)
+    mean = x.sum(1) / count
+    centred = (x - mean[:, None]) * present
+    scale = centred.square().sum(1).div(count).sqrt()
+    return mean, scale.clamp(min=float(MIN_SCALE * scale.mean()))
+
+
+def standardise(x: Tensor, present: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    """Return features (H, N, T, 2 D) as vectors (H, N, F) in units of their scale, 0 where a token
+    isn't present."""
+    return ((x - mean[:, None]) / scale[:, None] * present).flatten(2)
 
 
 class Compressor:
@@ -235,89 +271,88 @@ class Compressor:
         """T: the columns of the map; by default all tokens of the longest prompt but the last.
         steps: of L-BFGS.
         Raises ValueError if a prompt has more tokens than that, or fewer than m and the last."""
-        self.model, self.penalty = model, penalty
+        self.model, self.m, self.penalty, self.steps = model, m, penalty, steps
         self.T = T or max(len(exact.ids) for exact in prompts) - 1
-        if (shortest := min(len(exact.ids) for exact in prompts) - 1) < m:
+        shortest = min(len(exact.ids) for exact in prompts) - 1
+        if shortest < m:
             raise ValueError(
                 f"{m} summary tokens can't stand for {shortest} tokens before the last"
             )
-        caches = self.caches(prompts)
+        caches = self.caches_before_last(prompts)
         q = torch.stack([tail_queries(model, exact) for exact in prompts], 2)  # (L, H, N, R, D)
-        layers = []
-        for layer in tqdm(range(len(model.h)), desc=f"stage 1, penalty {penalty:g}", leave=False):
-            layers.append(self.fit_layer(caches, layer, q[layer].double(), m, steps))
-        mean, scale, weight, constant = zip(*layers, strict=True)
-        self.mean = torch.stack(mean).float()  # (L, H, T, 2 D)
-        self.scale = torch.stack(scale).float()  # (L, H, T, 2 D)
-        self.weight = torch.stack(weight).float()  # (L, H, F, m * 2 D)
-        self.constant = torch.stack(constant).float()  # (L, H, m, 2 D)
+        layers = tqdm(range(len(model.h)), desc=f"stage 1, penalty {penalty:g}", leave=False)
+        self.layers = [self.fit_layer(caches, layer, q[layer].double()) for layer in layers]
 
-    def fit_layer(
-        self, caches: Sequence[Tensor], layer: int, q: Tensor, m: int, steps: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return mean and scale (H, T, 2 D) of a layer's features, and the maps (H, F, m * 2 D) and
-        constants (H, m, 2 D) of its heads, by caches of N prompts and queries (H, N, R, D)."""
-        kv = [cache[layer].double() for cache in caches]  # (2, H, any, D) each
-        out = torch.stack([attention_output(q[:, i], *one) for i, one in enumerate(kv)], 1)
-        start = torch.stack([segment_means(one, m) for one in kv], 1)  # (H, N, m, 2 D)
-        x, shown = self.padded(caches, layer)
-        count = shown.sum(0).clamp(min=1)  # (T, 1)
-        mean = x.sum(1) / count
-        x = (x - mean[:, None]) * shown  # (H, N, T, 2 D)
-        scale = x.square().sum(1).div(count).sqrt()
-        scale = scale.clamp(min=float(MIN_SCALE * scale.mean()))
-        x = (x / scale[:, None]).flatten(2)  # (H, N, F)
+    def fit_layer(self, caches: Sequence[Tensor], layer: int, q: Tensor) -> LayerMap:
+        """Return a layer's map, fitted on the caches of N prompts and their queries
+        (H, N, R, D)."""
+        outputs, starts = [], []
+        for i, cache in enumerate(caches):
+            k, v = cache[layer].double()  # (H, any, D) each
+            outputs.append(attention_output(q[:, i], k, v))
+            starts.append(segment_means(k, v, self.m))
+        out = torch.stack(outputs, 1)  # (H, N, R, D)
+        start = torch.stack(starts, 1)  # (H, N, m, 2 D)
+        x, present = self.pad_left(caches, layer)
+        mean, scale = feature_statistics(x, present)
         weights, constants = [], []
-        for head in zip(x, q, out, start, strict=True):
-            weight, constant = fit_head_map(*head, self.penalty, steps)
+        for head in zip(standardise(x, present, mean, scale), q, out, start, strict=True):
+            weight, constant = fit_head_map(*head, self.penalty, self.steps)
             weights.append(weight)
             constants.append(constant)
-        return mean, scale, torch.stack(weights), torch.stack(constants)
+        return LayerMap(
+            mean.float(),
+            scale.float(),
+            torch.stack(weights).float(),
+            torch.stack(constants).float(),
+        )
 
-    def caches(self, prompts: Sequence[Prefill]) -> list[Tensor]:
+    def caches_before_last(self, prompts: Sequence[Prefill]) -> list[Tensor]:
         """Return the caches (L, 2, H, any, D) of prompts before their last token. Raises ValueError
         if one is longer than the map."""
-        if (longest := max(len(exact.ids) for exact in prompts) - 1) > self.T:
+        longest = max(len(exact.ids) for exact in prompts) - 1
+        if longest > self.T:
             raise ValueError(
                 f"a prompt has {longest} tokens before its last, the map's longest {self.T}"
             )
         return [cache_before_last(self.model, exact) for exact in prompts]
 
-    def padded(self, caches: Sequence[Tensor], layer: int) -> tuple[Tensor, Tensor]:
+    def pad_left(self, caches: Sequence[Tensor], layer: int) -> tuple[Tensor, Tensor]:
         """Return [K || V] (H, N, T, 2 D) of one layer in float64, with zeros on the left where a
-        cache is shorter, and which tokens are there, (N, T, 1)."""
+        cache is shorter, and which tokens are present, (N, T, 1)."""
         H, _, D = caches[0].shape[2:]
         x = torch.zeros(H, len(caches), self.T, 2 * D, dtype=torch.float64)
-        shown = torch.zeros(len(caches), self.T, 1, dtype=torch.bool)
+        present = torch.zeros(len(caches), self.T, 1, dtype=torch.bool)
         for i, cache in enumerate(caches):
-            n = cache.size(-2)
-            x[:, i, self.T - n :] = torch.cat([*cache[layer]], -1)
-            shown[i, self.T - n :] = True
-        return x, shown
+            first = self.T - cache.size(-2)
+            x[:, i, first:] = torch.cat([*cache[layer]], -1)
+            present[i, first:] = True
+        return x, present
 
     def __call__(self, prompts: Sequence[Prefill]) -> Tensor:
         """Return the summary tokens (N, L, 2, H, m, D) of N prompts. Raises ValueError if one is
         longer than all of the fit."""
-        caches, layers = self.caches(prompts), []
-        for layer, constant in enumerate(self.constant):
-            x, shown = self.padded(caches, layer)
-            x = (x - self.mean[layer][:, None]) / self.scale[layer][:, None] * shown
-            flat = x.flatten(2).float() @ self.weight[layer]  # (H, N, m * 2 D)
-            mapped = flat.unflatten(2, constant.shape[1:]) + constant[:, None]
+        caches, summaries = self.caches_before_last(prompts), []
+        for layer, (mean, scale, weight, constant) in enumerate(self.layers):
+            features = standardise(*self.pad_left(caches, layer), mean, scale)
+            mapped = features.float() @ weight  # (H, N, m * 2 D)
+            mapped = mapped.unflatten(2, constant.shape[1:]) + constant[:, None]
             k, v = mapped.transpose(0, 1).chunk(2, -1)  # (N, H, m, D) each
-            layers.append(torch.stack([k, v], 1))
-        return torch.stack(layers, 1)
+            summaries.append(torch.stack([k, v], 1))
+        return torch.stack(summaries, 1)
 
-    def error(self, prompts: Sequence[Prefill]) -> float:
+    def reading_error(self, prompts: Sequence[Prefill]) -> float:
         """Return the loss on prompts: the sum over layers and heads of the mean squared error of
         what the last query reads, over the mean square of what it should."""
         summaries = self(prompts)
         q = torch.stack([tail_queries(self.model, exact) for exact in prompts])  # (N, L, H, R, D)
-        pairs = zip(q, self.caches(prompts), strict=True)
-        out = torch.stack([attention_output(one, *kv.unbind(1)) for one, kv in pairs])
-        got = attention_output(q, *summaries.unbind(2))
-        wrong = (got - out).square().mean((0, -2, -1))  # (L, H)
-        return float((wrong / out.square().mean((0, -2, -1))).sum())
+        outputs = []
+        for queries, cache in zip(q, self.caches_before_last(prompts), strict=True):
+            outputs.append(attention_output(queries, *cache.unbind(1)))
+        out = torch.stack(outputs)  # (N, L, H, R, D)
+        read = attention_output(q, *summaries.unbind(2))
+        error = (read - out).square().mean((0, -2, -1))  # (L, H)
+        return float((error / out.square().mean((0, -2, -1))).sum())
 
     @classmethod
     def fit(
@@ -333,7 +368,7 @@ class Compressor:
 
         def error(train: Tensor, test: Tensor, penalty: float) -> float:
             fitted = cls(model, [prompts[i] for i in train], m, penalty, T)
-            return fitted.error([prompts[i] for i in test]) * len(test)
+            return fitted.reading_error([prompts[i] for i in test]) * len(test)
 
         penalty = cross_validate(error, families[:VALIDATION_PROMPTS], LOSS_PENALTIES)
         return cls(model, prompts, m, penalty, T)
@@ -476,22 +511,25 @@ class Library:
         if not self.texts:
             return -1, -1.0
         similarity = self.embeddings @ self.encoder([text[self.shared_chars :]])[0]
-        often = max(1, 0.05 * len(self.texts))
-        rare = {name for name in self.names_of(text) if self.name_counts[name] <= often}
+        rare_limit = max(1, 0.05 * len(self.texts))
+        rare = {name for name in self.names_of(text) if self.name_counts[name] <= rare_limit}
         for i in np.argsort(-similarity, kind="stable")[:20]:
-            shared = rare & self.names_of(self.texts[i])
-            if not self.match_names or not rare or 2 * len(shared) > len(rare):
+            if not self.match_names or self.shares_names(rare, self.texts[i]):
                 return int(i), float(similarity[i])
         return -1, -1.0
+
+    def shares_names(self, names: set[str], text: str) -> bool:
+        """Return whether a text has more than half of these names, or there are none to share."""
+        return not names or 2 * len(names & self.names_of(text)) > len(names)
 
     def warm_start(self, text: str, ids: Sequence[int]) -> KVCache | None:
         """Return a cache in place of all but the last `tail` tokens of ids, which are those of
         text, or None."""
         layout = self.layout
-        found, similarity = self.nearest(text)
-        if found < 0 or similarity < self.threshold or len(ids) - layout.tail < layout.m:
+        index, similarity = self.nearest(text)
+        if index < 0 or similarity < self.threshold or len(ids) - layout.tail < layout.m:
             return None
-        return cache_of_summary(self.model, self.summaries[found], layout.tail_position(len(ids)))
+        return cache_of_summary(self.model, self.summaries[index], layout.tail_position(len(ids)))
 
     def save(self, folder: Path) -> None:
         """Write library.safetensors and library.json to a folder."""
@@ -575,6 +613,7 @@ def lower_thread_priority() -> None:
 QUIZ_LIBRARY = Path(__file__).resolve().parent / "data" / "quiz_library"
 PROPOSED, OURS = "proposed", "ours"  # folders in it, and names of the ways
 GOOD_KL = 0.05  # nats, the proposal's threshold
+FirstToken = Callable[[str, list[int]], Tensor]  # a text and its ids -> logits (V,)
 shared_beginning = os.path.commonprefix  # of texts or lists, element by element
 
 
@@ -634,27 +673,27 @@ def answer_question(
     text = f"{head}{line.strip()}{end}"
     ids = tokenizer.encode(text, allowed_special="all")
     exact = logits_after(model, ids)  # and a process's first pass is slow
-    found, similarity = first.nearest(text)
-    nearest = first.texts[found] if found >= 0 else "none"
-    print(f"The most similar stored prompt: {nearest.removeprefix(head).removesuffix(end)}")
+    index, similarity = first.nearest(text)
+    stored = first.texts[index] if index >= 0 else "none"
+    print(f"The most similar stored prompt: {stored.removeprefix(head).removesuffix(end)}")
     print(f"Its similarity is {similarity:.2f}; tau is {first.threshold:.2f}.\n")
     rows = []
     for name, library in {**libraries, "exactly": None}.items():
-        begun = time.perf_counter()
+        started = time.perf_counter()
         logits = first_logits(library, text, ids) if library else logits_after(model, ids)
         token = tokenizer.decode([int(logits.argmax())])
-        ms = 1000 * (time.perf_counter() - begun)
+        milliseconds = 1000 * (time.perf_counter() - started)
         nats = kl(exact.double(), logits.double())
-        fed = torch.tensor([ids], device=logits.device)
         warm = library.warm_start(text, ids) if library else None
+        prompt = torch.tensor([ids], device=logits.device)
         if warm is not None:
-            tokens = generate_warm(model, fed, warm, library.layout.tail, max_new_tokens)
+            tokens = generate_warm(model, prompt, warm, library.layout.tail, max_new_tokens)
         else:
-            tokens = generate(model, fed, max_new_tokens)
+            tokens = generate(model, prompt, max_new_tokens)
         if library and warm is None:
             name += " (cold)"
-        line = first_line(tokens, tokenizer)
-        rows.append([name, f"{ms:.1f} ms", f"{nats:.2f}", repr(token), line])
+        answer = first_line(tokens, tokenizer)
+        rows.append([name, f"{milliseconds:.1f} ms", f"{nats:.2f}", repr(token), answer])
     print(table(["", "to the first token", "its KL", "first token", "answer"], rows))
     print("""
 proposed: projected summary tokens at the first positions, then the question's last token; ours:
@@ -662,46 +701,73 @@ summary tokens as stored, then its last tokens, where they are. After the first 
 from the exact cache. (cold): no stored question is similar enough, so all is read.""")
 
 
+def reworded_questions(stored: set[str]) -> list[str]:
+    """Return quiz questions that ask for the same as stored ones, in other words."""
+    questions = []
+    for family in corpus.quiz_families("test"):
+        texts = {question.prompt for question in family}
+        if texts & stored:
+            questions += sorted(texts - stored)
+    return questions
+
+
+def ways_to_a_first_token(
+    libraries: dict[str, Library], tokenizer: tiktoken.Encoding
+) -> dict[str, FirstToken]:
+    """Return the ways that the demo compares: the exact one first."""
+    proposal = libraries[PROPOSED]
+    model = proposal.model
+    neighbours = [tokenizer.encode(text) for text in proposal.texts]
+    neighbour_logits = [logits_after(model, ids) for ids in neighbours]
+    shared_ids = shared_beginning(neighbours)
+    shared_cache = read_all(model, shared_ids)
+
+    def from_shared_beginning(_: str, ids: list[int]) -> Tensor:
+        return logits_after(model, ids[len(shared_ids) :], shared_cache.clone())
+
+    def from_neighbour(text: str, _: list[int]) -> Tensor:
+        return neighbour_logits[proposal.nearest(text)[0]]
+
+    return {
+        "cold: the prompt is read": lambda _, ids: logits_after(model, ids),
+        "rival: exact shared beginning, the rest read": from_shared_beginning,
+        "proposed: 8 projected summary tokens, 1 token read": partial(first_logits, proposal),
+        "ours: 1 summary token as stored, 16 tokens read": partial(first_logits, libraries[OURS]),
+        "control: the neighbour's logits": from_neighbour,
+    }
+
+
+def time_first_tokens(
+    first_token: FirstToken, prompts: Sequence[tuple[str, list[int]]]
+) -> tuple[float, Tensor]:
+    """Return the mean milliseconds to the first token of N prompts, and its logits (N, V)."""
+    int(first_token(*prompts[0]).argmax())  # a first pass is slow
+    started = time.perf_counter()
+    logits = [first_token(text, ids) for text, ids in prompts]
+    int(logits[-1].argmax())  # waits for the device
+    milliseconds = 1000 * (time.perf_counter() - started) / len(prompts)
+    return milliseconds, torch.stack(logits).double()
+
+
 def demo(libraries: dict[str, Library], tokenizer: tiktoken.Encoding) -> None:
     """Ask the stored questions in other words; print how soon and how well the first token comes as
     proposed, by our summary tokens and by two rivals."""
     proposal = libraries[PROPOSED]
-    model, stored = proposal.model, {*proposal.texts}
-    asked: list[str] = []
-    for family in corpus.quiz_families("test"):
-        texts = {question.prompt for question in family}
-        if texts & stored:
-            asked += sorted(texts - stored)
+    stored = {*proposal.texts}
+    asked = reworded_questions(stored)
     similar = [text for text in asked if proposal.nearest(text)[1] >= proposal.threshold]
     prompts = [(text, tokenizer.encode(text)) for text in similar]
-    neighbours = [tokenizer.encode(text) for text in proposal.texts]
-    shared = shared_beginning(neighbours)
-    beginning = read_all(model, shared)
-    of_neighbours = [logits_after(model, ids) for ids in neighbours]
-
-    ways = {  # from a text and its ids to logits
-        "cold: the prompt is read": lambda _, ids: logits_after(model, ids),
-        "rival: exact shared beginning, the rest read": lambda _, ids: logits_after(
-            model, ids[len(shared) :], beginning.clone()
-        ),
-        "proposed: 8 projected summary tokens, 1 token read": partial(first_logits, proposal),
-        "ours: 1 summary token as stored, 16 tokens read": partial(first_logits, libraries[OURS]),
-        "control: the neighbour's logits": lambda text, _: of_neighbours[proposal.nearest(text)[0]],
-    }
     rows = []
-    for name, first_token in ways.items():
-        int(first_token(*prompts[0]).argmax())  # a first pass is slow
-        begun = time.perf_counter()
-        found = [first_token(text, ids) for text, ids in prompts]
-        int(found[-1].argmax())  # waits for the device
-        ms = 1000 * (time.perf_counter() - begun) / len(prompts)
-        logits = torch.stack(found).double()  # (N, V)
+    for name, first_token in ways_to_a_first_token(libraries, tokenizer).items():
+        milliseconds, logits = time_first_tokens(first_token, prompts)
         if not rows:  # the first way is the exact one
-            exact, cold_ms = logits, ms
+            exact, cold_milliseconds = logits, milliseconds
         nats = kl(exact, logits)
         good = (nats <= GOOD_KL).double().mean()
-        saved = 1 - ms / cold_ms
-        rows.append([name, f"{ms:.1f}", f"{saved:.0%}", f"{nats.mean():.2f}", f"{good:.0%}"])
+        saved = 1 - milliseconds / cold_milliseconds
+        rows.append(
+            [name, f"{milliseconds:.1f}", f"{saved:.0%}", f"{nats.mean():.2f}", f"{good:.0%}"]
+        )
     header = ["the first token", "ms", "saved", "KL(cold || warm)", "KL <= 0.05"]
     print(f"""\
 {len(stored)} quiz questions are stored, and asked in {len(asked)} other wordings; for

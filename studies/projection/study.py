@@ -348,7 +348,8 @@ def sizes(rows: Rows, trial: Trial) -> None:
         rows.add_values("summary", at, share=[PROPOSED.m / mean(len(p.ids) for p in trial.train)])
     if "written" in trial.ways and rows.ways_due(["written"], "penalty", **at):
         first, second = trial.compressor(), trial.stage_2(PROPOSED, trial.as_written)
-        rows.add_values("stage1-written", at, bytes=[first.weight.nbytes], penalty=[first.penalty])
+        weight_bytes = sum(layer.weight.nbytes for layer in first.layers)
+        rows.add_values("stage1-written", at, bytes=[weight_bytes], penalty=[first.penalty])
         rows.add_values("written", at, bytes=[second.weight.nbytes], penalty=[second.penalty])
 
 
