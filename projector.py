@@ -46,7 +46,7 @@ from gpt_kv_cache import KVCache, generate
 from llama_kv_cache import rotate, rotation
 from load_gpt2_weights import load_model, load_tokenizer, read_weights
 from pocket import corpus
-from recycle import read_all
+from recycle import prefilled_cache
 from support.cli import CommandLine, utf8
 from support.encoders import PairEncoder
 from support.files import read_json, write_atomically, write_json
@@ -104,7 +104,7 @@ def prefill(model: nn.Module, ids: Sequence[int], tail: int = 64) -> Prefill:
     modules = [*(block.attn for block in model.h), model.ln_f]
     hooks = [module.register_forward_pre_hook(record_input) for module in modules]
     try:
-        cache = read_all(model, ids)
+        cache = prefilled_cache(model, ids)
     finally:
         for hook in hooks:
             hook.remove()
@@ -595,7 +595,7 @@ def generate_warm(
     stand_in = torch.cat([ids.new_zeros(1, len(warm)), ids[:, T - tail :]], 1)
     first = next(generate(model, stand_in, 1, cache=warm))
     with ThreadPoolExecutor(1, initializer=lower_thread_priority) as pool:
-        future = pool.submit(read_all, model, ids[0].tolist())
+        future = pool.submit(prefilled_cache, model, ids[0].tolist())
         yield first
         exact = future.result()
     yield from generate(model, torch.cat([ids, first], 1), max_new_tokens - 1, cache=exact)
@@ -720,7 +720,7 @@ def ways_to_a_first_token(
     neighbours = [tokenizer.encode(text) for text in proposal.texts]
     neighbour_logits = [logits_after(model, ids) for ids in neighbours]
     shared_ids = shared_beginning(neighbours)
-    shared_cache = read_all(model, shared_ids)
+    shared_cache = prefilled_cache(model, shared_ids)
 
     def from_shared_beginning(_: str, ids: list[int]) -> Tensor:
         return logits_after(model, ids[len(shared_ids) :], shared_cache.clone())

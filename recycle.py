@@ -20,8 +20,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import tiktoken
@@ -38,14 +39,14 @@ from support.prefix import common_prefix
 from support.printing import ends_of
 from support.store import Store
 from support.tables import table
-from support.timing import TimedText, time_text
+from support.timing import TimedText, run_in_turns, time_call, time_text
 from support.tokenizers import END_OF_TEXT
 from support.tracing import Trace
 
 DATA = Path(__file__).resolve().parent / "data"
 
 
-def read_all(model: nn.Module, ids: Sequence[int]) -> KVCache:
+def prefilled_cache(model: nn.Module, ids: Sequence[int]) -> KVCache:
     """Return the cache of a text after one forward pass."""
     cache = model.new_cache()
     with torch.no_grad():
@@ -75,8 +76,7 @@ def recycle(store: Store, ids: Tensor, max_new_tokens: int, **options: object) -
 # The source's way: sections 2.4, 2.5 and 3.1.
 
 
-@dataclass(frozen=True)
-class Record:
+class NearestPrompt(NamedTuple):
     """A stored prompt (C[i] in section 2.4): its text and ids; similarity: the dot product of its
     embedding and the new prompt's. Its keys and values are in the store."""
 
@@ -92,56 +92,65 @@ class Recycler:
     that all cached KVs correspond exactly to the first k tokens" (section 3.1).
 
     encoder: turns N texts into unit vectors (N, C), as support.encoders.load_encoder() returns it.
-    All prompts of a store must be encoded by the same one.
+    All prompts of a store must be encoded by the same one. ending: what follows a new prompt, and no
+    stored one, such as the end of a turn.
     """
 
     store: Store
     tokenizer: tiktoken.Encoding
     encoder: Callable[[list[str]], np.ndarray]
+    ending: str = ""
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
         return self.tokenizer.encode(text, allowed_special="all")
 
-    def add(self, text: str) -> None:
+    def encode_new(self, text: str) -> list[int]:
+        """Return the tokens of a new prompt, with its ending."""
+        return self.encode(text + self.ending)
+
+    def store_prompt(self, text: str) -> None:
         """Store a prompt: its text, its ids, its cache and its embedding. "We run a single forward
         pass with caching enabled", "move these tensors to the CPU and serialize a record" (section
         2.4)."""
         ids = self.encode(text)
-        cache, embedding = read_all(self.store.model, ids), self.encoder([text])[0]
-        self.store.put(ids, cache, text, embedding)
+        cache = prefilled_cache(self.store.model, ids)
+        self.store.put(ids, cache, text, self.encoder([text])[0])
 
-    def nearest(self, text: str) -> Record | None:
+    def nearest_prompt(self, text: str) -> NearestPrompt | None:
         """Return the stored prompt with the largest dot product of embeddings, None if none is
         stored: "we retrieve the most similar cached prompt by dot product" (section 2.5)."""
         embedding = self.encoder([text])[0]
-        stored = self.store.prompts()
-        if not stored:
+        prompts = self.store.prompts()
+        if not prompts:
             return None
-        vectors = np.stack([vector for *_, vector in stored])  # E in section 2.4: (N, C)
-        found, ids, vector = stored[(vectors @ embedding).argmax()]
-        return Record(found, ids, float(vector @ embedding))
+        vectors = np.stack([vector for *_, vector in prompts])  # E in section 2.4: (N, C)
+        nearest, ids, vector = prompts[(vectors @ embedding).argmax()]
+        return NearestPrompt(nearest, ids, float(vector @ embedding))
 
-    def reuse(self, text: str, ending: str = "") -> KVCache:
-        """Return the cache of the nearest prompt, of k tokens, if the reuse depth r is k: "we require
-        the cached prompt to be a full prefix of the test prompt, i.e., r=k" (section 3.1); else an
-        empty one: "prompts that diverged early in the sequence fell back to baseline behavior" (5.3).
-        A token of the text is always left to feed.
-
-        ending: what follows the text, and no stored prompt, such as the end of a turn.
+    def reusable_cache(self, text: str) -> KVCache:
+        """Return the cache of the prompt nearest to a new one, of k tokens, if the reuse depth r is
+        k: "we require the cached prompt to be a full prefix of the test prompt, i.e., r=k" (section
+        3.1); else an empty one: "prompts that diverged early in the sequence fell back to baseline
+        behavior" (5.3). A token of the new prompt is always left to feed.
         """
-        ids, record = self.encode(text + ending), self.nearest(text)
-        if record is None:
-            return self.store.model.new_cache()
-        r, k = common_prefix(ids, record.ids), len(record.ids)
-        return self.store.get(ids[: k + 1]) if r == k else self.store.model.new_cache()
+        ids, nearest = self.encode_new(text), self.nearest_prompt(text)
+        if nearest is not None:
+            r, k = common_prefix(ids, nearest.ids), len(nearest.ids)
+            if r == k:
+                return self.store.get(ids[: k + 1])
+        return self.store.model.new_cache()
 
 
 @torch.no_grad()
 def generate_as_published(
-    model: nn.Module, new: Tensor, cache: KVCache, max_new_tokens: int, stop_id: int | None = None
+    model: nn.Module,
+    new_ids: Tensor,
+    cache: KVCache,
+    max_new_tokens: int,
+    stop_id: int | None = None,
 ) -> Iterator[Tensor]:
-    """Yield what the source's call writes (section 4.4.3), `model.generate(input_ids=new,
+    """Yield what the source's call writes (section 4.4.3), `model.generate(input_ids=new_ids,
     past_key_values=cache)` in its version of transformers, 4.45.2.
 
     Given a cache, that generate() takes input_ids for the whole text. Of T new tokens (1, T) after k
@@ -149,10 +158,11 @@ def generate_as_published(
     positions from the first new token on. So the model sees a text with a hole, at positions it has
     used before. For comparison only: changes the cache.
     """
-    k, T = len(cache), new.size(1)
-    fed = new[:, k:] if k < T else new[:, -1:]
-    at = T - fed.size(1)  # position of the first token fed
-    cache.pos = torch.arange(at - k, at, device=new.device)  # seen, wherever it was read
+    k, T = len(cache), new_ids.size(1)
+    fed = new_ids[:, min(k, T - 1) :]
+    first_pos = T - fed.size(1)  # of the first token fed
+    # What is cached is seen, whatever positions it was read at.
+    cache.pos = torch.arange(first_pos - k, first_pos, device=new_ids.device)
     for _ in range(max_new_tokens):
         fed = model(fed, cache, last_only=True)[:, -1].argmax(dim=-1, keepdim=True)
         yield fed
@@ -168,14 +178,28 @@ WAYS = {
     "published": "source, by its published call",
     "longest": "ours: the longest stored prefix",
 }
-NEAREST = ("source", "published")  # the ways that look for the nearest prompt
-RECYCLED = (*NEAREST, "longest")
+NEAREST_WAYS = ("source", "published")  # which look for the nearest prompt
+RECYCLING_WAYS = (*NEAREST_WAYS, "longest")
+
+
+class Outcome(NamedTuple):
+    """What one of WAYS makes of a prompt. Times are in seconds, with retrieval and restoring."""
+
+    prompt: str
+    output: str
+    latency_s: float  # to the last token
+    first_token_s: float
+    reused_tokens: int
+    cache_similarity: float | str  # of the nearest prompt; "" if the way looks for none
+    similarity: float  # of the embeddings of this text and the cold one
+    same_tokens: int  # how many are the cold text's before the first other one
+    identical: bool  # to the cold text
 
 
 def prompt_files(model: str) -> list[Path]:
     """Return the prompts to store and those to test: the source's, for the pocket models their own."""
-    own = "pocket_" if model.startswith("pocket") else ""
-    return [DATA / f"{own}cache_prompts.csv", DATA / f"{own}test_prompts.csv"]
+    prefix = "pocket_" if model.startswith("pocket") else ""
+    return [DATA / f"{prefix}cache_prompts.csv", DATA / f"{prefix}test_prompts.csv"]
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -186,98 +210,101 @@ def read_prompts(path: Path) -> list[str]:
     return prompts
 
 
-def answer(
-    recycler: Recycler, way: str, text: str, ending: str, n: int
-) -> tuple[KVCache, Iterator[Tensor]]:
-    """Return the cache with the tokens of a prompt that one of WAYS reuses, and up to n greedy
-    tokens after the prompt, which fill the cache further."""
-    store, stop = recycler.store, recycler.tokenizer.eot_token
-    ids = recycler.encode(text + ending)
-    cache = store.model.new_cache()
+def prompt_lengths(recycler: Recycler, prompts: Sequence[str], max_new_tokens: int) -> list[int]:
+    """Return how many tokens each new prompt has. Raises ValueError if one leaves no room for the
+    answer."""
+    lengths = [len(recycler.encode_new(text)) for text in prompts]
+    longest, n_ctx = max(lengths), recycler.store.model.config.n_ctx
+    if longest + max_new_tokens > n_ctx:
+        raise ValueError(
+            f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the context, {n_ctx}"
+        )
+    return lengths
+
+
+def cache_by(recycler: Recycler, way: str, text: str) -> KVCache:
+    """Return the cache with the tokens of a new prompt that one of WAYS reuses."""
+    if way in NEAREST_WAYS:
+        return recycler.reusable_cache(text)
     if way == "longest":
-        cache = store.get(ids)
-    elif way != "cold":
-        cache = recycler.reuse(text, ending)
-    k, prompt = len(cache), torch.tensor([ids], device=store.model.wte.weight.device)
-    if way == "published" and k:
-        return cache, generate_as_published(store.model, prompt[:, k:], cache, n, stop)
-    return cache, generate(store.model, prompt, n, stop_id=stop, cache=cache)
+        return recycler.store.get(recycler.encode_new(text))
+    return recycler.store.model.new_cache()
 
 
-def compared(recycler: Recycler, text: str, ending: str, n: int) -> dict[str, dict[str, Any]]:
-    """Return what each of WAYS makes of a prompt: seconds to the first token and to the last of n,
-    medians of 3 runs, taken in turns, of which each begins with another way; the text, and
-    its likeness to the cold one."""
-    reused = {way: len(answer(recycler, way, text, ending, 1)[0]) for way in WAYS}  # warms up, too
-    record = recycler.nearest(text)
-    runs: dict[str, list[TimedText]] = {way: [] for way in WAYS}
-    order, ends = [*WAYS], ends_of(recycler.tokenizer)
-    for _ in range(3):
-        for way in order:
-            run = time_text(lambda way=way: answer(recycler, way, text, ending, n)[1], ends)
-            runs[way].append(run)
-        order.append(order.pop(0))
-    cold = runs["cold"][0].ids
-    rows = {}
-    for way, own in runs.items():
-        ids = own[0].ids
-        rows[way] = {
-            "prompt": text,
-            "output": recycler.tokenizer.decode(ids),
-            "reused_tokens": reused[way],
-            "cache_similarity": record.similarity if record and way in NEAREST else "",
-            "first_token_s": statistics.median(run.first_token_seconds for run in own),
-            "latency_s": statistics.median(run.total_seconds for run in own),
-            "same_tokens": common_prefix(ids, cold),
-            "identical": ids == cold,
-        }
-    vectors = recycler.encoder([row["output"].removesuffix(END_OF_TEXT) for row in rows.values()])
-    for row, vector in zip(rows.values(), vectors, strict=True):
-        row["similarity"] = float(vectors[0] @ vector)  # the first is the cold one
-    return rows
+def generate_by(
+    recycler: Recycler, way: str, text: str, cache: KVCache, max_new_tokens: int
+) -> Iterator[Tensor]:
+    """Return the greedy tokens after a new prompt by one of WAYS, given what it reuses; they fill
+    the cache further."""
+    model, stop_id = recycler.store.model, recycler.tokenizer.eot_token
+    ids = torch.tensor([recycler.encode_new(text)], device=model.wte.weight.device)
+    if way == "published" and len(cache):
+        return generate_as_published(model, ids[:, len(cache) :], cache, max_new_tokens, stop_id)
+    return generate(model, ids, max_new_tokens, stop_id=stop_id, cache=cache)
 
 
-def demo(recycler: Recycler, name: str, n: int, out: Path) -> None:
+def compare_ways(recycler: Recycler, text: str, max_new_tokens: int) -> dict[str, Outcome]:
+    """Return what each of WAYS makes of a prompt; times are medians of 3 runs, taken in turns."""
+
+    def generation(way: str) -> Iterator[Tensor]:
+        return generate_by(recycler, way, text, cache_by(recycler, way, text), max_new_tokens)
+
+    def run(way: str, turn: int) -> TimedText:
+        return time_text(lambda: generation(way), ends_of(recycler.tokenizer))
+
+    timed = run_in_turns({way: partial(run, way) for way in WAYS}, 3)
+    outputs = {way: recycler.tokenizer.decode(texts[0].ids) for way, texts in timed.items()}
+    embeddings = recycler.encoder([output.removesuffix(END_OF_TEXT) for output in outputs.values()])
+    nearest, cold_ids = recycler.nearest_prompt(text), timed["cold"][0].ids
+    outcomes = {}
+    for way, embedding in zip(WAYS, embeddings, strict=True):
+        ids = timed[way][0].ids
+        outcomes[way] = Outcome(
+            prompt=text,
+            output=outputs[way],
+            latency_s=statistics.median(run.total_seconds for run in timed[way]),
+            first_token_s=statistics.median(run.first_token_seconds for run in timed[way]),
+            reused_tokens=len(cache_by(recycler, way, text)),
+            cache_similarity=nearest.similarity if nearest and way in NEAREST_WAYS else "",
+            similarity=float(embeddings[0] @ embedding),  # the first is the cold one's
+            same_tokens=common_prefix(ids, cold_ids),
+            identical=ids == cold_ids,
+        )
+    return outcomes
+
+
+def demo(
+    recycler: Recycler, stored: list[str], tests: list[str], max_new_tokens: int, folder: Path
+) -> None:
     """Run the source's protocol, and with one more, long prompt; write baseline.csv and
     recycled.csv (section 4.4), and print what reuse saves beside the exact result.
 
-    Raises ValueError if a prompt leaves no room for n tokens.
+    Raises ValueError if a prompt leaves no room for the answer.
     """
-    cached, tests = map(read_prompts, prompt_files(name))
-    whole = "\n".join(cached)
-    texts = [*tests, f"{whole}\n{tests[0]}"]
-    ending = END_OF_TEXT if "DialoGPT" in name else ""
-    lengths = [len(recycler.encode(text + ending)) for text in texts]
-    size, n_ctx = max(lengths), recycler.store.model.config.n_ctx
-    if size + n > n_ctx:
-        raise ValueError(f"a prompt of {size} tokens and {n} new ones exceed the context, {n_ctx}")
-    for text in cached:
-        recycler.add(text)
-    rows = []
-    for text in tqdm(texts, desc="prompts", leave=False):
-        if text == texts[-1]:
-            recycler.add(whole)
-        rows.append(compared(recycler, text, ending, n))
-    write_results(rows, out)
-    cells = []
-    for text, length, row in zip(texts, lengths, rows, strict=True):
-        shown = text.partition("\n")[0]
-        line = [f"{shown[:30]}...", str(length)]
-        line += [str(row[way]["reused_tokens"]) for way in ("source", "longest")]
-        for way in RECYCLED:
-            same = f"differs at token {row[way]['same_tokens'] + 1}"
-            line.append("the same" if row[way]["identical"] else same)
-        cells.append(line)
-    prompts = ["prompt", "tokens", "reused: source", "ours", "text: source", "published", "ours"]
-    ways = ["way", "first token", "of the long one", "time saved", "similarity", "the same text"]
+    long_beginning = "\n".join(stored)
+    prompts = [*tests, f"{long_beginning}\n{tests[0]}"]
+    lengths = prompt_lengths(recycler, prompts, max_new_tokens)
+    for text in stored:
+        recycler.store_prompt(text)
+    results = []
+    for text in tqdm(prompts, desc="prompts", leave=False):
+        if text == prompts[-1]:
+            recycler.store_prompt(long_beginning)
+        results.append(compare_ways(recycler, text, max_new_tokens))
+    write_results(results, folder)
+    prompt_header = ["prompt", "tokens", "reused: source", "ours"]
+    prompt_header += ["text: source", "published", "ours"]
+    prompt_rows = [prompt_row(*pair) for pair in zip(results, lengths, strict=True)]
+    way_header = ["way", "first token", "of the long one", "time saved", "similarity"]
+    way_header += ["the same text"]
     print(f"""\
-The caches of {len(cached)} prompts are stored, and {len(tests)} others are answered; then a long one that begins \
-with all {len(cached)}.
-{n} greedy tokens each; the texts beside a cold run's:
+The caches of {len(stored)} prompts are stored, and {len(tests)} others are answered; then a long one that begins \
+with all {len(stored)}.
+{max_new_tokens} greedy tokens each; the texts beside a cold run's:
 
-{table(prompts, cells)}
+{table(prompt_header, prompt_rows)}
 
-{table(ways, [summary(way, rows) for way in WAYS])}
+{table(way_header, [way_row(way, results) for way in WAYS])}
 
 First token: milliseconds, with retrieval and restoring. Time saved: to the last token, the mean over prompts
 (the source's S). Medians of 3, taken in turns. Similarity: the mean cosine of embeddings, to the cold text.
@@ -286,39 +313,163 @@ and uses positions twice.
 The source: "average latency decreased by roughly by 30-50%" (5.2); similarity "was 0.66–0.82, indicating near
 identical responses" (5.4).
 
-Written to {out}: baseline.csv, recycled.csv
+Written to {folder}: baseline.csv, recycled.csv
 The full study: python3 -m studies.recycling""")
 
 
-def summary(way: str, rows: Sequence[dict[str, dict[str, Any]]]) -> list[str]:
-    """Return what a way's rows, of which the last is the long prompt's, come to: cells of a table."""
-    own = [row[way] for row in rows]
-    first = statistics.mean(row["first_token_s"] for row in own[:-1])
-    saved = [1 - row[way]["latency_s"] / row["cold"]["latency_s"] for row in rows]  # S / 100
+def prompt_row(outcomes: dict[str, Outcome], length: int) -> list[str]:
+    """Return what a prompt of so many tokens reuses, and whether its texts are the cold one: cells of
+    a table."""
+    first_line = outcomes["cold"].prompt.partition("\n")[0]
+    cells = [f"{first_line[:30]}...", str(length)]
+    cells += [str(outcomes[way].reused_tokens) for way in ("source", "longest")]
+    for way in RECYCLING_WAYS:
+        if outcomes[way].identical:
+            cells.append("the same")
+        else:
+            cells.append(f"differs at token {outcomes[way].same_tokens + 1}")
+    return cells
+
+
+def way_row(way: str, results: Sequence[dict[str, Outcome]]) -> list[str]:
+    """Return what the results of a way, of which the last is the long prompt's, come to: cells of a
+    table."""
+    outcomes = [result[way] for result in results]
+    first_token_s = statistics.mean(outcome.first_token_s for outcome in outcomes[:-1])
+    saved = [1 - result[way].latency_s / result["cold"].latency_s for result in results]  # S / 100
     return [
         WAYS[way],
-        f"{1e3 * first:.1f}",
-        f"{1e3 * own[-1]['first_token_s']:.1f}",
+        f"{1e3 * first_token_s:.1f}",
+        f"{1e3 * outcomes[-1].first_token_s:.1f}",
         f"{statistics.mean(saved):z.0%}",
-        f"{statistics.mean(row['similarity'] for row in own):.2f}",
-        f"{sum(row['identical'] for row in own)} of {len(own)}",
+        f"{statistics.mean(outcome.similarity for outcome in outcomes):.2f}",
+        f"{sum(outcome.identical for outcome in outcomes)} of {len(outcomes)}",
     ]
 
 
-def write_results(rows: Sequence[dict[str, dict[str, Any]]], out: Path) -> None:
+def write_results(results: Sequence[dict[str, Outcome]], folder: Path) -> None:
     """Write baseline.csv and recycled.csv: of each prompt and way, what sections 3.4 and 4.4.3
     log."""
-    kinds = ["prompt", "output", "latency_s", "first_token_s", "reused_tokens"]
-    kinds += ["cache_similarity", "similarity"]
-    for file, ways in (("baseline", ["cold"]), ("recycled", RECYCLED)):
-        lines = []
-        for row in rows:
+    columns = ["prompt", "output", "latency_s", "first_token_s", "reused_tokens"]
+    columns += ["cache_similarity", "similarity"]
+    for name, ways in (("baseline", ["cold"]), ("recycled", RECYCLING_WAYS)):
+        rows = []
+        for result in results:
             for way in ways:
-                lines.append([way, *(row[way][kind] for kind in kinds)])
-        write_csv(out / f"{file}.csv", ["way", *kinds], lines)
+                rows.append([way, *(getattr(result[way], column) for column in columns)])
+        write_csv(folder / f"{name}.csv", ["way", *columns], rows)
 
 
-def typed(lines: Iterable[str]) -> Iterator[str]:
+# The conversation.
+
+
+@dataclass
+class Conversation:
+    """Turns, questions with their answers, each on the stored cache of all turns before it.
+
+    dialogue: questions and answers end with <|endoftext|>, as DialoGPT's do; else they are
+    "Question: ...", "Answer: ...", a line each.
+    """
+
+    store: Store
+    tokenizer: tiktoken.Encoding
+    max_new_tokens: int
+    dialogue: bool
+    trace: Trace | None = None
+
+    def __post_init__(self) -> None:
+        self.end_tokens = ends_of(self.tokenizer)
+        self.turns: list[list[int]] = []
+
+    def chat(self, lines: Iterable[str]) -> None:
+        """Answer line by line, and print what reuse saved: to know it, the whole text is read once
+        more after every answer."""
+        half = self.store.model.config.n_ctx // 2
+        prefilled_cache(self.store.model, [self.tokenizer.eot_token])  # a first pass is slow
+        for line in lines:
+            question = self.encode_question(line)
+            if len(question) + self.max_new_tokens > half:
+                print(
+                    f"[{len(question)} tokens and an answer of {self.max_new_tokens} don't fit in half "
+                    f"the context, {half}]"
+                )
+                continue
+            self.forget_oldest(question)
+            self.answer(question)
+        if self.trace and self.trace.steps:
+            self.trace.write()
+            print(f"[step by step: {self.trace.path}]")
+
+    def encode_question(self, line: str) -> list[int]:
+        """Return the tokens of a line that was typed, up to where its answer begins."""
+        text = f"Question: {line.strip()}\nAnswer:"
+        if self.dialogue:
+            text = line.strip() + END_OF_TEXT
+        return self.tokenizer.encode(text, allowed_special={END_OF_TEXT}, disallowed_special=())
+
+    def forget_oldest(self, question: list[int]) -> None:
+        """Forget the oldest turns, if all turns, a question and its answer exceed the context, until
+        what is read fits in its half."""
+        n_ctx = self.store.model.config.n_ctx
+        length = sum(map(len, self.turns)) + len(question)
+        if length + self.max_new_tokens <= n_ctx:
+            return
+        forgotten = 0
+        while length > n_ctx // 2:
+            length -= len(self.turns.pop(0))
+            forgotten += 1
+        print(
+            f"[the context of {n_ctx} tokens is full: the oldest {forgotten} turns are forgotten, "
+            "and the others read again]"
+        )
+
+    def answer(self, question: list[int]) -> None:
+        """Write the answer to a question, print it and what reuse saved, and keep both as a turn."""
+        # What begins a text, if anything does, then all that was said.
+        ids = self.tokenizer.encode("", allowed_special="all")
+        for turn in [*self.turns, question]:
+            ids += turn
+        started = time.perf_counter()
+        cache = self.store.get(ids)
+        reused, answer, first_token_seconds = len(cache), [], 0.0
+        if self.trace:
+            self.trace.begin(ids, reused)
+        for token in self.generate_answer(ids, cache):
+            answer.append(token)
+            if len(answer) == 1:
+                first_token_seconds = time.perf_counter() - started
+            if self.trace:
+                self.trace.step(token, cache)
+        text = [token for token in answer if token not in self.end_tokens]
+        print(self.tokenizer.decode(text).strip())
+        self.store.put([*ids, *answer], cache)
+        self.turns.append(question + self.with_end_of_turn(answer))
+        cold_seconds, _ = time_call(lambda: prefilled_cache(self.store.model, ids))
+        print(
+            f"[reused {reused} of {len(ids)} tokens; first token after {1e3 * first_token_seconds:.1f} "
+            f"ms, without reuse {1e3 * cold_seconds:.1f} ms]\n"
+        )
+
+    def generate_answer(self, ids: list[int], cache: KVCache) -> Iterator[int]:
+        """Yield the tokens after a text up to the end of the answer."""
+        model, stop_id = self.store.model, self.tokenizer.eot_token
+        prompt = torch.tensor([ids], device=model.wte.weight.device)
+        for token in generate(model, prompt, self.max_new_tokens, stop_id=stop_id, cache=cache):
+            yield int(token)
+            if int(token) in self.end_tokens:
+                return
+            if not self.dialogue and "\n" in self.tokenizer.decode([int(token)]):
+                return
+
+    def with_end_of_turn(self, answer: list[int]) -> list[int]:
+        """Return an answer with the end of its turn, which one that was cut off lacks."""
+        end = END_OF_TEXT if self.dialogue else "\n"
+        if self.tokenizer.decode(answer[-1:]).endswith(end):
+            return answer
+        return answer + self.tokenizer.encode(end, allowed_special={END_OF_TEXT})
+
+
+def typed_lines(lines: Iterable[str]) -> Iterator[str]:
     """Yield the lines that aren't empty, with a prompt if someone is typing."""
     prompt = "> " if sys.stdin.isatty() else ""
     print(prompt, end="", flush=True)
@@ -326,85 +477,6 @@ def typed(lines: Iterable[str]) -> Iterator[str]:
         if line.strip():
             yield line
         print(prompt, end="", flush=True)
-
-
-def forget(turns: list[list[int]], tokens: int, answer: int, n_ctx: int) -> int:
-    """If the turns, a new one of so many tokens and its answer exceed the context, forget the oldest
-    until what is read fits in its half; return how many."""
-    if sum(map(len, turns)) + tokens + answer <= n_ctx:
-        return 0
-    before = len(turns)
-    while sum(map(len, turns)) + tokens > n_ctx // 2:
-        del turns[0]
-    return before - len(turns)
-
-
-def chat(
-    store: Store,
-    tokenizer: tiktoken.Encoding,
-    lines: Iterable[str],
-    max_new_tokens: int,
-    dialogue: bool,
-    trace: Trace | None = None,
-) -> None:
-    """Answer line by line, every turn on the stored cache of all turns before it, and print what that
-    saved: to know it, the whole text is read once more after every answer.
-
-    dialogue: turns end with <|endoftext|>, as DialoGPT's do; else they are "Question: ...",
-    "Answer: ...", a line each.
-    """
-    model, n_ctx = store.model, store.model.config.n_ctx
-    turns: list[list[int]] = []
-    ends, end_of_turn = ends_of(tokenizer), END_OF_TEXT if dialogue else "\n"
-    read_all(model, [tokenizer.eot_token])  # a process's first pass is slow
-    for line in lines:
-        said = line.strip() + END_OF_TEXT if dialogue else f"Question: {line.strip()}\nAnswer:"
-        turn = tokenizer.encode(said, allowed_special={END_OF_TEXT}, disallowed_special=())
-        if len(turn) + max_new_tokens > n_ctx // 2:
-            print(
-                f"[{len(turn)} tokens and an answer of {max_new_tokens} don't fit in half the context, "
-                f"{n_ctx // 2}]"
-            )
-            continue
-        if forgotten := forget(turns, len(turn), max_new_tokens, n_ctx):
-            print(
-                f"[the context of {n_ctx} tokens is full: the oldest {forgotten} turns are forgotten, "
-                "and the others read again]"
-            )
-        ids = tokenizer.encode("", allowed_special="all")  # what begins a text, if anything does
-        for earlier in [*turns, turn]:
-            ids += earlier
-        begun = time.perf_counter()
-        cache = store.get(ids)
-        reused, reply, first = len(cache), [], 0.0
-        if trace:
-            trace.begin(ids, reused)
-        prompt = torch.tensor([ids], device=store.model.wte.weight.device)
-        for token in generate(
-            model, prompt, max_new_tokens, stop_id=tokenizer.eot_token, cache=cache
-        ):
-            reply.append(int(token))
-            if len(reply) == 1:
-                first = time.perf_counter() - begun
-            if trace:
-                trace.step(reply[-1], cache)
-            if reply[-1] in ends or (not dialogue and "\n" in tokenizer.decode(reply[-1:])):
-                break
-        print(tokenizer.decode([token for token in reply if token not in ends]).strip())
-        store.put([*ids, *reply], cache)
-        turns.append(turn + reply)
-        if not tokenizer.decode(reply[-1:]).endswith(end_of_turn):  # an answer that was cut off
-            turns[-1] += tokenizer.encode(end_of_turn, allowed_special={END_OF_TEXT})
-        begun = time.perf_counter()
-        read_all(model, ids)
-        cold = time.perf_counter() - begun
-        print(
-            f"[reused {reused} of {len(ids)} tokens; first token after {1000 * first:.1f} ms, "
-            f"without reuse {1000 * cold:.1f} ms]\n"
-        )
-    if trace and trace.steps:
-        trace.write()
-        print(f"[step by step: {trace.path}]")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -438,15 +510,19 @@ def main(argv: list[str] | None = None) -> None:
     with cli.parse(argv) as args:
         model = load_model(args.model, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
+        dialogue = "DialoGPT" in args.model
         if args.action == "run":
             encoder = load_encoder(args.encoder, model, tokenizer)
+            stored, tests = map(read_prompts, prompt_files(args.model))
+            ending = END_OF_TEXT if dialogue else ""
             with tempfile.TemporaryDirectory(prefix="recycle-") as folder:
-                recycler = Recycler(Store(model, folder), tokenizer, encoder)
-                return demo(recycler, args.model, args.max_new_tokens, Path("results/recycle"))
+                recycler = Recycler(Store(model, folder), tokenizer, encoder, ending)
+                out = Path("results/recycle")
+                return demo(recycler, stored, tests, args.max_new_tokens, out)
         store = Store(model, args.store, args.capacity)
         trace = cli.trace(args, tokenizer, model, torch.empty(1, 0, dtype=torch.long))
-        dialogue = "DialoGPT" in args.model
-        chat(store, tokenizer, typed(sys.stdin), args.max_new_tokens, dialogue, trace)
+        conversation = Conversation(store, tokenizer, args.max_new_tokens, dialogue, trace)
+        conversation.chat(typed_lines(sys.stdin))
 
 
 if __name__ == "__main__":

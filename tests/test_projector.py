@@ -300,7 +300,7 @@ def test_errors_of_the_thread_are_seen_and_a_full_context_is_refused(
 
     model, layout = MODELS["learned"], Layout(2)
     running = warm(model, prompt(30), 5, layout)
-    monkeypatch.setattr(module, "read_all", fail)
+    monkeypatch.setattr(module, "prefilled_cache", fail)
     next(running)
     with pytest.raises(RuntimeError, match="out of memory"):
         next(running)

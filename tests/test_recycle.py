@@ -17,7 +17,14 @@ import torch
 import recycle as module
 from gpt_kv_cache import GPT, GPTConfig, generate
 from load_gpt2_weights import load_model, load_tokenizer
-from recycle import Record, Recycler, generate_as_published, read_all, recycle
+from recycle import (
+    Conversation,
+    NearestPrompt,
+    Recycler,
+    generate_as_published,
+    prefilled_cache,
+    recycle,
+)
 from studies import replay
 from studies.core import Rows
 from studies.latency import study as latency
@@ -100,9 +107,9 @@ def recycler(tmp_path: Path) -> Recycler:
 def test_a_prompt_is_stored_with_text_ids_cache_and_embedding(
     recycler: Recycler, tmp_path: Path
 ) -> None:
-    assert recycler.nearest("ab") is None and len(recycler.reuse("ab")) == 0
+    assert recycler.nearest_prompt("ab") is None and len(recycler.reusable_cache("ab")) == 0
     for text in ("abc", "ab", "a"):  # the two last ones end in the middle of the first
-        recycler.add(text)
+        recycler.store_prompt(text)
     again = Store(recycler.store.model, tmp_path)  # another process
     stored = {text: (ids, vector.tolist()) for text, ids, vector in again.prompts()}
     for text in ("abc", "ab", "a"):
@@ -115,9 +122,11 @@ def test_a_prompt_is_stored_with_text_ids_cache_and_embedding(
 
 def test_the_nearest_prompt_is_that_of_the_largest_dot_product(recycler: Recycler) -> None:
     for text in ("a", "ab", "x"):
-        recycler.add(text)
-    assert recycler.nearest("abc") == Record("a", [0], pytest.approx(0.8 * 0.6 + 0.6 * 0.8))
-    assert recycler.nearest("ab").text == "ab"
+        recycler.store_prompt(text)
+    assert recycler.nearest_prompt("abc") == NearestPrompt(
+        "a", [0], pytest.approx(0.8 * 0.6 + 0.6 * 0.8)
+    )
+    assert recycler.nearest_prompt("ab").text == "ab"
 
 
 @pytest.mark.parametrize(
@@ -133,19 +142,19 @@ def test_the_nearest_prompt_is_that_of_the_largest_dot_product(recycler: Recycle
 def test_the_nearest_prompt_is_reused_if_all_of_it_is_a_prefix(
     recycler: Recycler, stored: str, asked: str, reused: int
 ) -> None:
-    recycler.add(stored)
+    recycler.store_prompt(stored)
     put(recycler.store, [0, 1, 2, 3])  # a longer prefix is of no use to the source's way
-    cache, ids = recycler.reuse(asked), torch.tensor([Letters().encode(asked)])
+    cache, ids = recycler.reusable_cache(asked), torch.tensor([Letters().encode(asked)])
     assert len(cache) == reused
     model = recycler.store.model
     assert written(generate(model, ids, 5, cache=cache)) == written(generate(model, ids, 5))
 
 
 def test_a_prompt_that_does_not_fit_or_has_been_evicted_is_not_found(recycler: Recycler) -> None:
-    recycler.add("abc")
+    recycler.store_prompt("abc")
     recycler.store.capacity = 1
-    recycler.add("ab")
-    assert recycler.nearest("abc") is None and recycler.store.nbytes == 0
+    recycler.store_prompt("ab")
+    assert recycler.nearest_prompt("abc") is None and recycler.store.nbytes == 0
 
 
 # --- The published call ---------------------------------------------------------------------------------------------
@@ -157,7 +166,7 @@ def test_published_call_writes_what_transformers_4_45_2_wrote(pocket: GPT) -> No
     assert {case["k"] < len(case["ids"]) / 2 for case in golden["cases"]} == {True, False}
     different = 0
     for case in golden["cases"]:
-        ids, read = case["ids"], read_all(pocket, case["ids"][: case["k"]])
+        ids, read = case["ids"], prefilled_cache(pocket, case["ids"][: case["k"]])
         new, n = torch.tensor([ids[case["k"] :]]), len(case["published"])
         assert written(generate_as_published(pocket, new, read, n)) == case["published"]
         cold = written(generate(pocket, torch.tensor([ids]), len(case["cold"])))
@@ -237,7 +246,7 @@ def tiny_trial(tests: list[str]) -> recycling.Trial:
     tokenizer = load_tokenizer("pocket")
     model = GPT(GPTConfig(tokenizer.n_vocab, 64, 1, 1, 8)).eval()
     encoder = lambda texts: np.eye(2)[[int(text[:1] == "Q") for text in texts]]  # noqa: E731
-    return recycling.Trial(Recycler(Store(model), tokenizer, encoder), tests, 2, "")
+    return recycling.Trial(Recycler(Store(model), tokenizer, encoder), tests, 2)
 
 
 def test_in_the_sources_order_all_cold_runs_come_first_and_what_is_stored_next(
@@ -245,9 +254,11 @@ def test_in_the_sources_order_all_cold_runs_come_first_and_what_is_stored_next(
 ) -> None:
     texts = ["Notes: a goat", "Question: who?"]
     trial = tiny_trial([f"{text} And?" for text in texts])
-    events, answer, add = [], trial.answer, trial.recycler.add
+    events, answer, add = [], trial.answer, trial.recycler.store_prompt
     monkeypatch.setattr(trial, "answer", lambda way, *a: events.append(way) or answer(way, *a))
-    monkeypatch.setattr(trial.recycler, "add", lambda text: events.append("store") or add(text))
+    monkeypatch.setattr(
+        trial.recycler, "store_prompt", lambda text: events.append("store") or add(text)
+    )
     found = trial.run(texts, "source", 3)
     assert events == ["cold"] * 2 + ["store"] * 2 + ["published"] * 2 + ["recycled"] * 2
     rows = Rows("recycling", tmp_path, no_verdict_reason="trial")
@@ -382,7 +393,7 @@ def test_chat_says_what_happens_when_the_context_is_full(tmp_path: Path, monkeyp
 
 def test_a_turn_of_a_dialogue_ends_with_the_end_of_text(pocket: GPT, capsys) -> None:
     store, tokenizer = Store(pocket), load_tokenizer("pocket")
-    module.chat(store, tokenizer, ["What is it?", "Where do you live?"], 5, dialogue=True)
+    Conversation(store, tokenizer, 5, dialogue=True).chat(["What is it?", "Where do you live?"])
     first = tokenizer.encode("What is it?<|endoftext|>", allowed_special="all")
     assert reused(capsys.readouterr().out)[1] > len(first) == found(store, first)
 
@@ -395,7 +406,8 @@ def test_a_special_token_that_is_typed_is_text(pocket: GPT, capsys) -> None:
         mergeable_ranks=own._mergeable_ranks,
         special_tokens=own._special_tokens | {"<|im_end|>": own.n_vocab},
     )
-    module.chat(Store(pocket), tokenizer, ["What is <|im_end|>?", "And this?"], 5, dialogue=False)
+    conversation = Conversation(Store(pocket), tokenizer, 5, dialogue=False)
+    conversation.chat(["What is <|im_end|>?", "And this?"])
     assert len(reused(capsys.readouterr().out)) == 2
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from gpt_kv_cache import GPT, GPTConfig, KVCache
-from recycle import read_all
+from recycle import prefilled_cache
 from support.fingerprints import fingerprint
 from support.prefix import common_prefix
 from support.store import Store, matched_tokens
@@ -74,13 +74,13 @@ def assert_right(cache: KVCache, model: GPT, ids: list[int]) -> None:
     n = len(cache)
     assert n < len(ids) and cache.pos.tolist() == list(range(n))
     if n:
-        for ours, fresh in zip(cache.layers, read_all(model, ids[:n]).layers, strict=True):
+        for ours, fresh in zip(cache.layers, prefilled_cache(model, ids[:n]).layers, strict=True):
             torch.testing.assert_close(ours, fresh, atol=1e-5, rtol=1e-4)
 
 
 def put(store: Store, *ids: list[int]) -> None:
     for text in ids:
-        store.put(text, read_all(store.model, text))
+        store.put(text, prefilled_cache(store.model, text))
 
 
 def found(store: Store, ids: list[int]) -> int:
@@ -143,7 +143,7 @@ def test_the_longest_prefix_of_any_text_is_found_to_the_token(
 def test_numbers_come_back_bit_by_bit(dtype: torch.dtype, on_disk: bool, tmp_path: Path) -> None:
     for kind in KINDS:  # a Llama has fewer heads of keys than of queries
         model, ids = tiny_model(kind=kind).to(dtype), list(range(11)) * 2
-        cache, store = read_all(model, ids), Store(model, tmp_path if on_disk else None)
+        cache, store = prefilled_cache(model, ids), Store(model, tmp_path if on_disk else None)
         put(store, ids)
         for _ in range(2):  # what becomes of a cache changes nothing in a store on disk
             got = store.get(ids)
@@ -155,7 +155,7 @@ def test_numbers_come_back_bit_by_bit(dtype: torch.dtype, on_disk: bool, tmp_pat
 
 
 def test_bad_input_is_refused_with_both_numbers(tiny: GPT) -> None:
-    store, ids, cache = Store(tiny), [1, 2, 3], read_all(tiny, [1, 2, 3])
+    store, ids, cache = Store(tiny), [1, 2, 3], prefilled_cache(tiny, [1, 2, 3])
     twice = [torch.cat([kv, kv], 1) for kv in cache.layers]
     for given, other, words in (
         ([1, 2], cache, r"3 tokens.*2 ids"),
@@ -197,7 +197,7 @@ def test_two_models_share_a_folder_without_meeting(store: Store) -> None:
 )
 def test_weights_that_changed_are_noticed(change: Callable) -> None:
     model = GPT(TINY).eval()
-    store, cache = Store(model), read_all(model, [1, 2, 3])
+    store, cache = Store(model), prefilled_cache(model, [1, 2, 3])
     change(model.get_parameter("h.1.mlp.c_fc.bias"))
     for use in (lambda: store.get([1, 2, 3]), lambda: store.put([1, 2, 3], cache)):
         with pytest.raises(ValueError, match="weights have changed"):
@@ -208,7 +208,7 @@ def test_caches_of_a_model_in_training_are_refused() -> None:
     model = GPT(TINY)
     with pytest.raises(ValueError, match=r"train\(\).*eval\(\)"):
         Store(model)
-    store, cache = Store(model.eval()), read_all(model, [1, 2])
+    store, cache = Store(model.eval()), prefilled_cache(model, [1, 2])
     model.h[1].attn.train()
     for call in (lambda: store.get([1, 2]), lambda: store.put([1, 2], cache), store.clear):
         with pytest.raises(ValueError, match=r"train\(\)"):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpt_kv_cache import GPT, KVCache, generate
 from load_gpt2_weights import load_model, load_tokenizer
-from recycle import generate_as_published, read_all
+from recycle import generate_as_published, prefilled_cache
 
 STORED = "This is the story of Varbert of Foxham, where people buy barley bread, and of his neighbour Dorane."
 ASKED = f"{STORED} It began one sunny afternoon."
@@ -28,7 +28,7 @@ def prefix(model: GPT, tokenizer: tiktoken.Encoding) -> None:
     for name, ids in (("stored", a), ("asked", b)):
         print(f"{name:<8}" + "".join(f"{tokenizer.decode([i]):>9}" for i in ids))
     for layer, (x, y) in enumerate(
-        zip(read_all(model, a).layers, read_all(model, b).layers, strict=True)
+        zip(prefilled_cache(model, a).layers, prefilled_cache(model, b).layers, strict=True)
     ):
         x, y = (kv.movedim(3, 0).flatten(1) for kv in (x, y))  # (S, 2 * B * H * D)
         apart = (x - y).norm(dim=1) / x.norm(dim=1)
@@ -46,10 +46,15 @@ def published(model: GPT, tokenizer: tiktoken.Encoding) -> None:
 
     def ways() -> Iterator[tuple[str, Iterator[Tensor]]]:
         yield "cold", generate(model, torch.tensor([ids]), 12)
-        yield "recycled", generate(model, torch.tensor([ids]), 12, cache=read_all(model, stored))
+        yield (
+            "recycled",
+            generate(model, torch.tensor([ids]), 12, cache=prefilled_cache(model, stored)),
+        )
         yield (
             "as published",
-            generate_as_published(model, torch.tensor([ids[k:]]), read_all(model, stored), 12),
+            generate_as_published(
+                model, torch.tensor([ids[k:]]), prefilled_cache(model, stored), 12
+            ),
         )
 
     print(f"{len(ids)} tokens, the first {k} of them stored")

@@ -24,7 +24,7 @@ import torch
 
 from gpt_kv_cache import GPT, generate
 from load_gpt2_weights import NAMES
-from recycle import Store, read_all
+from recycle import Store, prefilled_cache
 from studies.core import Rows, StudyLine, load_chosen_model, open_rows, points_over, report
 from support.cli import GEOMETRIES
 from support.timing import run_in_turns, time_text
@@ -93,7 +93,7 @@ def measure(rows: Rows, model: GPT, model_name: str, lengths: Sequence[int], tur
             for store in (memory_store, disk_store):
                 store.clear()
                 if stored:
-                    store.put(ids, read_all(model, ids[:stored]))
+                    store.put(ids, prefilled_cache(model, ids[:stored]))
             runs = {
                 way: partial(time_prompt, model, ids, 1, *store_and_source)
                 for way, store_and_source in stores.items()

@@ -49,7 +49,7 @@ from projector import (
     generate_warm,
     logits_after,
 )
-from recycle import read_all
+from recycle import prefilled_cache
 from studies.core import (
     MIN_VALUES_OF_INTERVAL,
     Rows,
@@ -157,7 +157,7 @@ def worth(trial: Trial, way: Way, prompt: Prompt, source: Prompt) -> dict[str, f
     found["good"] = found["low"] or float(divergence(got, exact)) <= GOOD
     if way.layout and not found["good"]:
         warm = nats_after(trial, prompt, trial.cache(way, source, prompt), way.layout.tail)
-        cold = nats_after(trial, prompt, read_all(trial.model, prompt.ids[:-1]), 1)
+        cold = nats_after(trial, prompt, prefilled_cache(trial.model, prompt.ids[:-1]), 1)
         found["good"] = math.expm1(warm - cold) <= GOOD
     if prompt.answer:
         found["lost"], first = 0.0, int(got.argmax())
@@ -196,7 +196,7 @@ def going_on(trial: Trial, way: Way, prompt: Prompt, source: Prompt) -> dict[str
     """Return KL after some tokens from summary tokens, if these go on. (If the exact cache reads
     the tokens again, there is no difference.)"""
     model, tail, ids = trial.model, way.layout.tail, trial.batch(prompt.ids)
-    warm, exact = trial.cache(way, source, prompt), read_all(model, prompt.ids)
+    warm, exact = trial.cache(way, source, prompt), prefilled_cache(model, prompt.ids)
     stand_in = torch.cat([ids.new_zeros(1, len(warm)), ids[:, -tail:]], 1)
     tokens = torch.cat([*generate(model, stand_in, EMITTED, cache=warm)], 1)
     expected = model(tokens, exact, last_only=True)[0, -1]

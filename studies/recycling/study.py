@@ -22,7 +22,6 @@ Source: Pandey, "KV Cache Recycling to Expand Usable Context Capacity in Low Par
 """
 
 import argparse
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,13 +30,21 @@ from typing import NamedTuple
 import numpy as np
 
 from load_gpt2_weights import NAMES, load_tokenizer
-from recycle import Recycler, Store, answer, prompt_files, read_prompts
+from recycle import (
+    Recycler,
+    cache_by,
+    generate_by,
+    prompt_files,
+    prompt_lengths,
+    read_prompts,
+)
 from studies.core import STUDIES_FOLDER, Rows, StudyLine, load_chosen_model, open_rows, report
 from support.cli import GEOMETRIES
 from support.conditions import is_geometry
 from support.encoders import load_encoder
 from support.statistics import bootstrap
-from support.timing import run_in_turns, time_text
+from support.store import Store
+from support.timing import run_in_turns, time_call, time_text
 from support.tokenizers import END_OF_TEXT
 
 WAYS = {"cold": "cold", "recycled": "longest", "published": "published"}  # by recycle.py's names
@@ -69,23 +76,18 @@ def recorded_encoder() -> Callable[[Sequence[str]], np.ndarray]:
 class Trial:
     """The experiment with one model: how a prompt is answered, and what is stored."""
 
-    def __init__(self, recycler: Recycler, tests: Sequence[str], n: int, ending: str) -> None:
-        """tests: the prompts to answer; n: new tokens; ending: what follows a test prompt, but no
-        stored one. Raises ValueError if a prompt leaves no room for the answer."""
-        self.recycler, self.tests, self.n, self.ending = recycler, tests, n, ending
-        self.lengths = [len(recycler.encode(text + ending)) for text in tests]
-        longest, n_ctx = max(self.lengths), recycler.store.model.config.n_ctx
-        if longest + n > n_ctx:
-            raise ValueError(
-                f"a prompt of {longest} tokens and {n} new ones exceed the context, {n_ctx}"
-            )
+    def __init__(self, recycler: Recycler, tests: Sequence[str], n: int) -> None:
+        """tests: the prompts to answer; n: new tokens. Raises ValueError if a prompt leaves no room
+        for the answer."""
+        self.recycler, self.tests, self.n = recycler, tests, n
+        self.lengths = prompt_lengths(recycler, tests, n)
 
     def answer(self, way: str, text: str, turn: int = 0) -> Answer:
         """Answer a prompt; retrieval and restoring count, too."""
-        begun = time.perf_counter()
-        cache, tokens = answer(self.recycler, WAYS[way], text, self.ending, self.n)
-        reused, retrieved = len(cache), time.perf_counter() - begun
-        run = time_text(lambda: tokens)
+        prompt = self.recycler, WAYS[way], text
+        retrieved, cache = time_call(lambda: cache_by(*prompt))
+        reused = len(cache)
+        run = time_text(lambda: generate_by(*prompt, cache, self.n))
         return Answer(
             run.ids,
             retrieved + run.first_token_seconds,
@@ -100,7 +102,7 @@ class Trial:
         self.recycler.store.clear()  # of what an earlier run left
         found = self.once("cold") if order == "source" else {}
         for text in stored:
-            self.recycler.add(text)
+            self.recycler.store_prompt(text)
         if found:
             return found | self.once("published", "recycled")
         runs = {(way, text): partial(self.answer, way, text) for text in self.tests for way in WAYS}
@@ -210,9 +212,10 @@ def main(argv: list[str] | None = None) -> None:
         encoder = (
             load_encoder(args.encoder, model, tokenizer) if args.encoder else recorded_encoder()
         )
-        recycler = Recycler(Store(model, args.out / "cache"), tokenizer, encoder)
+        ending = END_OF_TEXT if "DialoGPT" in args.model else ""
+        recycler = Recycler(Store(model, args.out / "cache"), tokenizer, encoder, ending)
         n = 5 if args.quick and args.model != OWN[0] else NEW
-        trial = Trial(recycler, tests, n, END_OF_TEXT * ("DialoGPT" in args.model))
+        trial = Trial(recycler, tests, n)
         rows, at = open_rows("recycling", args, different(args)), {"model": args.model}
         if args.model not in OWN:  # all claims are its own
             rows.definition["usual"] |= at
