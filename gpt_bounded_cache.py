@@ -835,9 +835,9 @@ def main(argv: list[str] | None = None) -> None:
         with torch.no_grad():
             model(ids[:, :1])  # a process's first pass is slow, and would be counted as prefill
         if args.memory is None:  # RING
-            from studies.bounding.study import demo  # RING
+            from memories import compare_memories  # RING
 
-            return demo(args, ids)  # RING
+            return compare_memories(args, ids)  # RING
         sinks = 4 if args.memory == "sinks" else 0  # RING
         if args.memory in ("window", "sinks"):  # RING
             least, most = sinks + 2, model.config.n_ctx + 1  # RING

@@ -462,8 +462,8 @@ def serve(
 
 
 def main(argv: list[str] | None = None) -> None:
+    import serving
     from load_gpt2_weights import NAMES, load_model, load_tokenizer
-    from studies import paging
     from support.cli import CommandLine, whole_number
     from support.files import read_text
     from support.printing import ends_of
@@ -500,7 +500,7 @@ def main(argv: list[str] | None = None) -> None:
         model = load_model(args.model, device=args.device, dtype=args.dtype)
         tokenizer, n, size = load_tokenizer(args.model), args.max_new_tokens, args.size
         if args.action == "run":
-            return paging.demo(model, tokenizer, n, size, args.blocks, args.chunk, args.trace_file)
+            return serving.demo(model, tokenizer, n, size, args.blocks, args.chunk, args.trace_file)
         prompts = [tokenizer.encode(line, allowed_special="all") for line in lines]
         samples = args.samples
         needs = [math.ceil(min(len(ids) + n, model.context) / size) for ids in prompts]

@@ -17,7 +17,7 @@ from benchmarks.runners import Ours, Setup, Transformers
 from benchmarks.words import Figures, render_words
 from gpt_kv_cache import GPT
 from paged import PagedCache, Server
-from studies.paging import Record, one_at_a_time
+from serving import Record, one_at_a_time
 from support.tables import Table
 
 BASE, PAGED = "gpt_kv_cache.py, one at a time", "paged.py"

@@ -15,7 +15,7 @@ import torch
 from gpt_kv_cache import GPT, GPTConfig
 from load_gpt2_weights import load_model, load_tokenizer
 from paged import PagedCache, Server
-from studies.paging import Record, prompts_of
+from serving import Record, prompts_of
 from support.tables import table
 
 

@@ -32,9 +32,9 @@ import compress
 from gpt_bounded_cache import BCT
 from gpt_kv_cache import GPT, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
+from memories import Memory
 from pocket import corpus
 from pocket.evaluation import answers, rows_of
-from studies.bounding.study import Memory
 from studies.core import Rows, run_study
 from support.conditions import random_model
 from support.statistics import bootstrap, kl, wilson

@@ -17,12 +17,12 @@ from pathlib import Path
 from torch import nn
 
 from gpt_bounded_cache import GPT, BCTConfig, GPTConfig, SlidingWindowCache
+from memories import Memory
 from pocket.evaluation import window_of_equal_bytes, windowed
 from pocket.recipes import MEMORY, Phase, Recipe, size_of
 from pocket.tokenizer import TOKENIZER, VOCABULARY
 from pocket.training import train
 from studies.bounding import study as bounding
-from studies.bounding.study import Memory
 from studies.core import Rows, run_study
 from studies.recall.study import WideBCT
 from support.tokenizers import read_tokenizer
