@@ -553,9 +553,9 @@ def table_of(rows: Rows) -> list[str | Table]:
         cells = []
         for column in columns.values():
             metric, column_setting = parse_way(column.removesuffix(" ±"), {})
-            both = setting | column_setting
-            same_setting = both == column_setting | setting
-            figure = rows.figure(way, metric, **both) if same_setting else None
+            both_settings = setting | column_setting
+            same_setting = both_settings == column_setting | setting
+            figure = rows.figure(way, metric, **both_settings) if same_setting else None
             if figure is None:
                 cells.append("-")
                 continue

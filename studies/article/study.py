@@ -85,11 +85,11 @@ def write_timed(
 
 
 def measure_times(
-    rows: Rows, ways: list[str], geometry: str, new_tokens: int, turns: int, at: dict[str, int]
+    rows: Rows, ways: list[str], geometry: str, new_tokens: int, turns: int, setting: dict[str, int]
 ) -> None:
     """Append the figures of new tokens after the article's prompt, or after as many random tokens
     as the setting says."""
-    prompt_length = at.get("after")
+    prompt_length = setting.get("after")
     models = {way: random_model(MODULES[way].GPT, geometry) for way in ways}  # with equal weights
     ids = torch.tensor([Numbers().encode(PROMPT)])  # in GPT-2's tokens
     capacity = ids.size(1) + new_tokens
@@ -112,11 +112,13 @@ def measure_times(
     for way, turns_of_way in written.items():
         last = turns_of_way[-1]
         if not prompt_length:
-            rows.add_values(way, at, seconds=seconds[way])
+            rows.add_values(way, setting, seconds=seconds[way])
         same = np.equal(last.text.ids, uncached.ids)
-        rows.add_values(way, at, time=seconds[way] / seconds["growing"], same=[same.mean()])
+        rows.add_values(way, setting, time=seconds[way] / seconds["growing"], same=[same.mean()])
         if last.cached_tokens:
-            rows.add_values(way, at, bytes=[last.nbytes], each=[last.nbytes / last.cached_tokens])
+            rows.add_values(
+                way, setting, bytes=[last.nbytes], each=[last.nbytes / last.cached_tokens]
+            )
 
 
 # --- The window of two lines ------------------------------------------------------------------------
@@ -189,10 +191,10 @@ def measure(rows: Rows, quick: bool) -> None:
         for way, wrong_share in wrong_shares_of_two_lines().items():
             rows.add_values(way, {}, wrong=[wrong_share])
     for prompt_length in (0, *LONGER_PROMPTS):
-        at = {"after": prompt_length} if prompt_length else {}
+        setting = {"after": prompt_length} if prompt_length else {}
         ways = [way for way in MODULES if way != "all-logits" or not prompt_length]
-        if rows.ways_due(ways, "time", **at):
-            measure_times(rows, ways, geometry, 16 if prompt_length else new_tokens, turns, at)
+        if rows.ways_due(ways, "time", **setting):
+            measure_times(rows, ways, geometry, 16 if prompt_length else new_tokens, turns, setting)
 
 
 main = partial(

@@ -79,7 +79,7 @@ def token_nats(logits: Tensor, ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def measure_quality(
-    rows: Rows, at: dict[str, str], readers: dict[str, Memory], exact: Memory, divisor: int
+    rows: Rows, setting: dict[str, str], readers: dict[str, Memory], exact: Memory, divisor: int
 ) -> None:
     """Append what the ways' predictions lose to an exact reader's. divisor: of the numbers of texts
     and questions."""
@@ -99,16 +99,16 @@ def measure_quality(
         reader_nats = token_nats(logits, texts).double()
         more_nats = (reader_nats - exact_nats).mean(1)
         perplexity_rise = bootstrap(more_nats, lambda nats: np.expm1(nats.mean(-1)))
-        rows.add_figures(way, at, len(texts), above=perplexity_rise)
+        rows.add_figures(way, setting, len(texts), above=perplexity_rise)
         late_logits = reader(long_texts)[:, -128:]
         reference, late_reference = exact_logits, exact_late_logits
         if way == "grouped":  # it is exact itself
             reference, late_reference = logits, late_logits
         right_count = round(answers(reader, tokenizer, questions)[1] * len(questions))
-        rows.add_figures(way, at, len(questions), facts=wilson(right_count, len(questions)))
+        rows.add_figures(way, setting, len(questions), facts=wilson(right_count, len(questions)))
         rows.add_values(
             way,
-            at,
+            setting,
             kl=kl(reference, logits).mean(1).tolist(),
             long=kl(late_reference, late_logits).mean(1).tolist(),
             list=token_nats(reader(lists), lists)[:, LIST_LENGTH:].mean(1).tolist(),
@@ -129,11 +129,13 @@ def milliseconds(model: nn.Module, way: str, turn: int, new_tokens: int = 16) ->
     return statistics.mean(compress.read(model, cache, ids[:, LENGTH:])[1])
 
 
-def measure_times(rows: Rows, at: dict[str, str], model: nn.Module, turns: int) -> None:
+def measure_times(rows: Rows, setting: dict[str, str], model: nn.Module, turns: int) -> None:
     """Append the times, in turns, of those ways that lack them."""
-    runs = {way: partial(milliseconds, model, way) for way in rows.ways_due(CACHES, "ms", **at)}
+    runs = {
+        way: partial(milliseconds, model, way) for way in rows.ways_due(CACHES, "ms", **setting)
+    }
     for way, turn_milliseconds in run_in_turns(runs, turns).items():
-        rows.add_values(way, at, ms=turn_milliseconds)
+        rows.add_values(way, setting, ms=turn_milliseconds)
 
 
 # --- The study --------------------------------------------------------------------------------------
@@ -145,7 +147,7 @@ def measure(rows: Rows, quick: bool) -> None:
     models = {name: load_model(name) for name in ("pocket", "pocket-llama")}
     bct = load_model("pocket-bct", model_class=BCT)
     for name, model in models.items():
-        at = {"model": name}
+        setting = {"model": name}
         rows.set_model_conditions(
             name,
             model,
@@ -159,9 +161,9 @@ def measure(rows: Rows, quick: bool) -> None:
             readers["bct"] = Memory("bct", bct, lambda _: bct.new_cache(), chunk_length)
             llama = models["pocket-llama"]
             readers["grouped"] = Memory("grouped", llama, lambda _: KVCache(), chunk_length)
-        if due := rows.ways_due(readers, "kl", **at):
-            measure_quality(rows, at, {way: readers[way] for way in due}, exact, divisor)
-        measure_times(rows, at, model, turns)
+        if due := rows.ways_due(readers, "kl", **setting):
+            measure_quality(rows, setting, {way: readers[way] for way in due}, exact, divisor)
+        measure_times(rows, setting, model, turns)
     if not quick:
         large = random_model(GPT, "124M")
         rows.set_model_conditions("124M, random weights", large)

@@ -83,8 +83,8 @@ def measure(rows: Rows, model: GPT, model_name: str, lengths: Sequence[int], tur
         if hasattr(os, "posix_fadvise"):
             stores["cold-disk"] = disk_store, True
         for prompt_length, percent in cases:
-            at = {"model": model_name, "m": prompt_length, "share": percent}
-            if not rows.ways_due(["cold"], "first", **at):
+            setting = {"model": model_name, "m": prompt_length, "share": percent}
+            if not rows.ways_due(["cold"], "first", **setting):
                 continue
             ids = torch.randint(
                 model.config.vocab_size, (prompt_length,), generator=generator
@@ -105,14 +105,16 @@ def measure(rows: Rows, model: GPT, model_name: str, lengths: Sequence[int], tur
             times = {way: np.transpose(triples) for way, triples in turn_times.items()}
             _, cold_first, cold_last = times["cold"]
             if (prompt_length, percent) == (end_to_end_length, 90):
-                rows.add_values("warm-disk", at, saved_all=1 - times["warm-disk"][2] / cold_last)
+                rows.add_values(
+                    "warm-disk", setting, saved_all=1 - times["warm-disk"][2] / cold_last
+                )
             # "cold" comes last: a cell that has it is whole
             for way, (restore_seconds, first_seconds, _) in reversed(times.items()):
                 rows.add_values(
-                    way, at, first=1e3 * first_seconds, saved=1 - first_seconds / cold_first
+                    way, setting, first=1e3 * first_seconds, saved=1 - first_seconds / cold_first
                 )
                 if way != "cold":
-                    rows.add_values(way, at, restore=1e3 * restore_seconds)
+                    rows.add_values(way, setting, restore=1e3 * restore_seconds)
     add_costs(rows, model_name, lengths)
 
 

@@ -98,7 +98,7 @@ def measure(rows: Rows, quick: bool) -> None:
         f"BCT by our rule, with the last {BCTConfig.recent} tokens as they are",
     )
     for length in LENGTHS:
-        runs, cache_bytes, at = {}, {}, {"after": length}
+        runs, cache_bytes, setting = {}, {}, {"after": length}
         for name, (model, make_cache) in caches.items():
             cache_bytes[name] = make_cache(model, length).nbytes
             runs[name] = partial(milliseconds_per_token, model, make_cache, length)
@@ -107,11 +107,11 @@ def measure(rows: Rows, quick: bool) -> None:
             tokens_per_second = np.divide(1000, turn_milliseconds)
             share = cache_bytes[name] / cache_bytes["growing"]
             rows.add_values(
-                name, at, tps=tokens_per_second, mb=[cache_bytes[name] / 1e6], share=[share]
+                name, setting, tps=tokens_per_second, mb=[cache_bytes[name] / 1e6], share=[share]
             )
             for other in ("growing", "preallocated"):
                 speedups = np.divide(milliseconds[other], turn_milliseconds)
-                rows.add_values(name, at | {"than": other}, faster=speedups)
+                rows.add_values(name, setting | {"than": other}, faster=speedups)
 
 
 main = partial(run_study, __doc__, "lengths", "a small geometry", measure, again=False)
