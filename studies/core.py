@@ -389,35 +389,49 @@ def open_rows(study: str, args: argparse.Namespace, no_verdict_reason: str = "")
 # --- Claims -----------------------------------------------------------------------------------------
 
 
-def judge_rule(rows: Rows, rule: str, setting: Setting) -> int | None:
-    """Return 1 if a rule holds, -1 if it is refuted, 0 if neither is shown, None if a row is
-    missing.
+class Rule(NamedTuple):
+    """A comparison of a way with another one, or with a number, by a metric.
 
-    A rule is "[metric: ]way < way[ + margin]", or >, or ~ for "as much as"; the second may be a
-    number. A margin is what the first may miss by, as a difference that against() returns; 5% is
-    0.05.
+    comparison: <, >, or ~ for "as much as"; margin: what the way may miss by, as a difference that
+    Rows.against() returns.
     """
-    metric, way, comparison, other, margin, percent = RULE_PATTERN.fullmatch(rule).groups()
-    metric = metric or rows.definition["metric"]
-    limit = float(margin or 0) / (100 if percent else 1)
-    if re.fullmatch(r"[\d.]+", other):
-        difference = rows.figure(way, metric, **setting)
-        difference = difference and difference.plus(-float(other))
+
+    metric: str
+    way: str
+    comparison: str
+    other: str
+    margin: float
+
+
+def parse_rule(rows: Rows, text: str) -> Rule:
+    """Return the rule that "[metric: ]way < way[ + margin]" says; a margin of 5% is 0.05."""
+    metric, way, comparison, other, margin, percent = RULE_PATTERN.fullmatch(text).groups()
+    size = float(margin or 0) / (100 if percent else 1)
+    return Rule(metric or rows.definition["metric"], way, comparison, other, size)
+
+
+def judge_rule(rows: Rows, text: str, setting: Setting) -> int | None:
+    """Return 1 if a rule holds, -1 if it is refuted, 0 if neither is shown, None if a row is
+    missing."""
+    rule = parse_rule(rows, text)
+    if re.fullmatch(r"[\d.]+", rule.other):
+        difference = rows.figure(rule.way, rule.metric, **setting)
+        difference = difference and difference.plus(-float(rule.other))
     else:
-        difference = rows.against(metric, way, other, setting)
+        difference = rows.against(rule.metric, rule.way, rule.other, setting)
     if difference is None:
         return None
-    if comparison == "~":
-        return difference.within(limit + 1e-9)
-    if comparison == "<":
-        return difference.below(limit)
-    return -difference.below(-limit)
+    if rule.comparison == "~":
+        return difference.within(rule.margin + 1e-9)
+    if rule.comparison == "<":
+        return difference.below(rule.margin)
+    return -difference.below(-rule.margin)
 
 
-def judge_alternatives(rows: Rows, rule: str, setting: Setting) -> int | None:
+def judge_alternatives(rows: Rows, text: str, setting: Setting) -> int | None:
     """Return judge_rule() of a rule, or the best answer of several, "... or ...", of which one is
     enough; those not measured are left out."""
-    answers = [judge_rule(rows, alternative, setting) for alternative in rule.split(" or ")]
+    answers = [judge_rule(rows, alternative, setting) for alternative in text.split(" or ")]
     return max((answer for answer in answers if answer is not None), default=None)
 
 
@@ -453,32 +467,31 @@ def verdict_of(rows: Rows, claim: dict[str, Any], places: list[Setting]) -> str:
     return VERDICTS[max(answers) if claim.get("can") else min(answers)]
 
 
+def judge_claim(rows: Rows, claim: dict[str, Any]) -> Claim:
+    """Return a claim, or a question of ours, which has no section, with its verdict; one whose
+    figures are found for `every` kind or size is judged for each."""
+    varied_key, places = None, [claim.get("at", {})]
+    if "«" in claim["found"]:
+        [(varied_key, values)] = rows.definition["every"].items()
+        places = [{varied_key: value} for value in values]
+    source = rows.definition.get("sources", {}).get(claim.get("source"), rows.definition)
+    first_rule = parse_rule(rows, claim["rules"][0].partition(" or ")[0])
+    row = rows.find(first_rule.way, first_rule.metric, **places[0])
+    measured_on = row["on"]["conditions"] if row else []
+    findings = Claim(
+        source=source["title"] if "section" in claim else "",
+        theirs=source["theirs"],
+        ours=claim.get("on", "; ".join(measured_on)),
+        figure=text_for_all_places(rows, claim["found"], places, varied_key),
+        verdict=verdict_of(rows, claim, places),
+        stated=f"partly: {claim['partly']}" if "partly" in claim else "yes",
+    )
+    return {"section": "", "command": rows.study} | claim | findings
+
+
 def judge_claims(rows: Rows) -> list[Claim]:
-    """Return the source's claims and our questions, which have no section, with their verdicts; one
-    whose figures are found for `every` kind or size is judged for each."""
-    judged = []
-    for claim in rows.definition["claims"]:
-        varied_key, places = None, [claim.get("at", {})]
-        if "«" in claim["found"]:
-            [(varied_key, values)] = rows.definition["every"].items()
-            places = [{varied_key: value} for value in values]
-        source = rows.definition.get("sources", {}).get(claim.get("source"), rows.definition)
-        first_rule = RULE_PATTERN.match(claim["rules"][0])
-        row = rows.find(first_rule[2], first_rule[1] or rows.definition["metric"], **places[0])
-        measured_on = row["on"]["conditions"] if row else []
-        judged.append(
-            {"section": "", "command": rows.study}
-            | claim
-            | Claim(
-                source=source["title"] if "section" in claim else "",
-                theirs=source["theirs"],
-                ours=claim.get("on", "; ".join(measured_on)),
-                figure=text_for_all_places(rows, claim["found"], places, varied_key),
-                verdict=verdict_of(rows, claim, places),
-                stated=f"partly: {claim['partly']}" if "partly" in claim else "yes",
-            )
-        )
-    return judged
+    """Return the source's claims and our questions with their verdicts."""
+    return [judge_claim(rows, claim) for claim in rows.definition["claims"]]
 
 
 def answer_of(claim: Claim) -> str:
@@ -493,20 +506,25 @@ def first_words(claim: Claim) -> str:
     return f'"{words}"' if claim["source"] else words
 
 
+def lettered_list(letters: dict[str, str]) -> str:
+    """Return recorded conditions, as a page words them, each with its letter."""
+    text = "\n".join(f"- ({letter}) {conditions}" for conditions, letter in letters.items())
+    for recorded, reworded in REWORDED.items():
+        text = text.replace(recorded, reworded)
+    return text
+
+
 def claim_tables(claims: Sequence[Claim]) -> list[str | Table]:
     """Return claims as a table, and our questions as another, after the conditions of each source
     and ours, which the claims name by a letter."""
-    parts: list[str | Table] = []
     theirs = {claim["source"]: claim["theirs"] for claim in claims if claim["source"]}
-    parts += [f"Conditions of {source}: {text}." for source, text in theirs.items()]
-    conditions = dict.fromkeys(claim["ours"] for claim in claims)
-    letters = dict(zip(conditions, ascii_lowercase, strict=False))
-    if conditions:
-        lines = [f"- ({letter}) {condition}" for condition, letter in letters.items()]
-        listed = "\n".join(lines)
-        for recorded, reworded in REWORDED.items():
-            listed = listed.replace(recorded, reworded)
-        parts.append(f"Here:\n\n{listed}")
+    parts: list[str | Table] = [
+        f"Conditions of {source}: {text}." for source, text in theirs.items()
+    ]
+    ours = dict.fromkeys(claim["ours"] for claim in claims)
+    letters = dict(zip(ours, ascii_lowercase, strict=False))
+    if letters:
+        parts.append(f"Here:\n\n{lettered_list(letters)}")
     rows, questions = [], []
     for claim in claims:
         letter = letters[claim["ours"]]
