@@ -22,14 +22,14 @@ from studies.core import Rows
 from studies.refreshing import study as refreshing
 from studies.refreshing.study import (
     Texts,
-    caches,
-    firings,
-    predict,
-    quality,
+    add_cache_errors,
+    add_predicted_times,
+    add_quality,
+    add_times,
+    add_variational_identity,
+    count_firings,
     refresh_as_published,
     threshold_for,
-    times,
-    variational,
 )
 from support.chat import FORMS
 from support.statistics import entropy, kl
@@ -59,15 +59,17 @@ def texts_of(rows: Rows, teacher: GPT, student: GPT, ids: Tensor, n: int) -> Tex
 
 def test_a_threshold_meets_its_budget() -> None:
     signals = torch.rand(20, 1000, generator=torch.Generator().manual_seed(0))
-    count = 1000 * firings(signals, threshold_for(signals, 40, 16), 16) / signals.numel()
+    count = 1000 * count_firings(signals, threshold_for(signals, 40, 16), 16) / signals.numel()
     assert 0.8 * 40 <= count <= 40
 
 
 def test_firings_are_those_of_a_gate() -> None:
     signals = torch.tensor([[9, 9, 0, 9, 9, 9, 9, 0, 0, 9.0], [0, 0, 0, 0, 0, 9, 0, 0, 0, 0]])
-    assert firings(signals, 5.0, 1) == 7 + 1
-    assert firings(signals, 5.0, 3) == 3 + 1  # 4, 7 and 10: not before a cooldown from the start
-    assert firings(signals, 10.0, 1) == 0
+    assert count_firings(signals, 5.0, 1) == 7 + 1
+    assert (
+        count_firings(signals, 5.0, 3) == 3 + 1
+    )  # 4, 7 and 10: not before a cooldown from the start
+    assert count_firings(signals, 10.0, 1) == 0
 
 
 def test_a_preallocated_cache_is_a_cache(teacher, student) -> None:
@@ -80,7 +82,7 @@ def test_a_preallocated_cache_is_a_cache(teacher, student) -> None:
 def test_rows_are_figures_of_what_is_written(rows, teacher, student) -> None:
     ids = prompts(5)
     texts = texts_of(rows, teacher, student, ids, 20)
-    quality(texts, ["teacher", "periodic:4"], "greedy")
+    add_quality(texts, ["teacher", "periodic:4"], "greedy")
     new, pair = run(teacher, student, ids, 20, Periodic(4))
     at = {"mode": "greedy", "trained": "here"}
     nats = (
@@ -92,7 +94,7 @@ def test_rows_are_figures_of_what_is_written(rows, teacher, student) -> None:
     assert counts == [4, 16, 200] and pair.refresh_count.tolist() == [4] * 5
     assert rows.figure("teacher", "refreshes", **at) is None
     written = len(rows.rows)
-    quality(texts, ["teacher", "periodic:4"], "greedy")
+    add_quality(texts, ["teacher", "periodic:4"], "greedy")
     assert len(rows.rows) == written  # they are there
 
 
@@ -101,10 +103,10 @@ def test_gates_meet_their_budgets_where_nothing_refreshes(rows) -> None:
     ids = torch.randint(50, (12, 8), generator=torch.Generator().manual_seed(1))
     texts = texts_of(rows, *long, ids, 240)
     for mode in refreshing.MODES:
-        texts.calibrate("entropy~7.8", mode)
-        gate = texts.policy("entropy~7.8", mode)
-        signals = texts.signals("valid", gate, mode)
-        fired = firings(signals, gate.threshold, gate.cooldown)
+        texts.add_threshold("entropy~7.8", mode)
+        gate = texts.policy_of("entropy~7.8", mode)
+        signals = texts.gate_signals("valid", gate, mode)
+        fired = count_firings(signals, gate.threshold, gate.cooldown)
         assert 0.7 * 7.8 <= 1000 * fired / signals.numel() <= 7.8
 
 
@@ -123,19 +125,19 @@ def test_the_source_s_code_moves_every_entry_by_one_token(teacher) -> None:
 def test_the_error_of_the_cache_falls_to_the_refreshed_part(rows, teacher, student) -> None:
     texts = texts_of(rows, teacher, student, prompts(2), 20)
     ways = ["none", "periodic:5", "periodic:1"]
-    caches(texts, ways, 2)
+    add_cache_errors(texts, ways, 2)
     none, five, one = (rows.find(way, "cache_error", **texts.at)["values"] for way in ways)
     assert min(none) > 0.01 and max(one) < 1e-5
     assert [e < 1e-5 for e in five] == [t % 5 == 0 for t in range(1, 21)]
     same = texts_of(rows, teacher, teacher, prompts(2), 20)
     same.at = {"trained": "teacher"}
-    caches(same, ["none"], 2)  # with a teacher for a student nothing differs
+    add_cache_errors(same, ["none"], 2)  # with a teacher for a student nothing differs
     assert max(rows.find("none", "kl", **same.at)["values"]) < 1e-5
 
 
 def test_times_stand_beside_those_that_the_cost_model_predicts(rows, teacher, student) -> None:
     texts = texts_of(rows, teacher, student, prompts(2), 20)
-    times(texts, ["teacher", "none", "periodic:4", "speculative:8"], 2, 2)
+    add_times(texts, ["teacher", "none", "periodic:4", "speculative:8"], 2, 2)
     at = texts.at
     assert rows.figure("none", "time", **at).value == 1
     reads = [rows.find("teacher", "read_ms", **at, k=k)["n"] for k in (4, 8)]
@@ -143,17 +145,19 @@ def test_times_stand_beside_those_that_the_cost_model_predicts(rows, teacher, st
     for k, ms in ((4, 10.0), (8, 20.0)):
         rows.add_figures("teacher", at | {"k": k}, 1, read_ms=[ms])
     rows.add_figures("none", at, 1, first_ms=[50.0], tps=[20.0])
-    predict(rows, 20, at)
+    add_predicted_times(rows, 20, at)
     found = [rows.figure(way, "time", **at, by="formula").value for way in ("periodic:4", "none")]
     assert found == [pytest.approx((1.0 + 4 * 0.01) / 1.0), 1.0]
     before = [rows.find("none", name, **at) for name in ("time", "tps", "first_ms")]
-    times(texts, ["none", "periodic:4", "windowed:8:2"], 2, 2)  # measured later: OverFill's stay
+    add_times(
+        texts, ["none", "periodic:4", "windowed:8:2"], 2, 2
+    )  # measured later: OverFill's stay
     assert [rows.find("none", name, **at) for name in ("time", "tps", "first_ms")] == before
     assert rows.figure("windowed:8:2", "time", **at).value > 0
 
 
 def test_the_variational_lens_is_wrong_and_the_right_side_that_we_give_is_right(rows) -> None:
-    variational(rows)
+    add_variational_identity(rows)
     p, q = torch.tensor((0.7, 0.2, 0.1)), torch.tensor((0.2, 0.3, 0.5))
     left, said, true = (rows.figure(way, "nats").value for way in ("left", "said", "true"))
     assert left == pytest.approx(float(-(q * p.log()).sum()), abs=1e-4) == true
@@ -169,7 +173,7 @@ def test_the_variational_lens_is_wrong_and_the_right_side_that_we_give_is_right(
 def test_a_quick_run_gives_figures_and_no_verdict(models: str, tmp_path: Path) -> None:
     """Of the pocket models, and of two Llamas as the source's are: three query heads for each of
     keys, widths pruned by 45%."""
-    words, ways = "", [*refreshing.USUAL, "dropout:8~7.8"]
+    words, ways = "", [*refreshing.USUAL_WAYS, "dropout:8~7.8"]
     if models != "pocket":
         ways = [way for way in ways if not way.startswith("dropout")]
         shape = {"num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1}
@@ -193,7 +197,7 @@ def test_questions_are_cut_and_stand_in_the_models_own_form(tmp_path: Path) -> N
     tokenizer = load_tokenizer(str(tmp_path))
     questions = [f"Why is {word} so?" for word in ("a", "b c d e f g", "h", "i", "j")]
     (tmp_path / "q.csv").write_text("prompt\n" + "\n".join(questions))
-    made = refreshing.prompts_of(tokenizer, str(tmp_path / "q.csv"), 9, 99, True)
+    made = refreshing.load_prompts(tokenizer, str(tmp_path / "q.csv"), 9, 99, True)
     form = FORMS["<|start_header_id|>"]
     first = tokenizer.encode(form.format(questions[0]), allowed_special="all")
     assert made["valid"][0].tolist() == first  # the shortest is whole

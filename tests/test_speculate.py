@@ -189,7 +189,7 @@ def test_the_study_has_a_row_for_each_way_and_exact_texts_are_the_teachers(
     models, counts = {"teacher": teacher, "student": student}, []
     for again in ("", "", "teacher"):  # what is measured isn't measured again, but by its name
         rows = Rows("speculation", tmp_path, again)
-        study.compare(Texts(rows, models, {"test": prompts(2)}, 13, {}), "greedy")
+        study.compare_ways(Texts(rows, models, {"test": prompts(2)}, 13, {}), "greedy")
         counts.append(rows.path.read_text().count("\n"))
     assert counts[0] == counts[1] == counts[2] - 4
     for way in study.WAYS:

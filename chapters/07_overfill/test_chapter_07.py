@@ -17,7 +17,7 @@ from chapters.checking import assert_close, assert_same
 from gpt_kv_cache import GPT, GPTConfig, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
 from overfill import Entropy, Periodic, RefreshedPair, generate_refreshed
-from studies.refreshing.study import firings, refresh_as_published
+from studies.refreshing.study import count_firings, refresh_as_published
 
 GIVEN = ("gpt_kv_cache",)
 WIDE = GPTConfig(vocab_size=50, n_ctx=64, n_layer=3, n_head=2, n_embd=32)
@@ -329,7 +329,7 @@ def test_a_gate_fires_as_often_as_it_may(impl: ModuleType) -> None:
             assert t in at or not free or signals[t - 1] <= threshold, (
                 f"it may fire after token {t}, and does not"
             )
-        assert len(at) == firings(signals[None], threshold, cooldown)
+        assert len(at) == count_firings(signals[None], threshold, cooldown)
     assert impl.fires(torch.full((10,), 2.0), 2.0, 1) == [], (
         "equal to the threshold is not above it"
     )

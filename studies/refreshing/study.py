@@ -63,21 +63,27 @@ from support.timing import TimedText, run_in_turns, time_text
 
 MODES = {"sampled": 1.0, "greedy": 0.0}  # temperatures
 PUBLISHED = ("published:64", "published:8")
-FEW = ("student", "none", "periodic:64", "speculative:8", "entropy~7.8")
-USUAL = ["teacher", "student", *PUBLISHED]
+FEW_WAYS = ("student", "none", "periodic:64", "speculative:8", "entropy~7.8")
+USUAL_WAYS = ["teacher", "student", *PUBLISHED]
 for name, kind in overfill.POLICIES.items():
     if name != "dropout":
-        USUAL += kind.studied
-OWN = "pocket-student"
+        USUAL_WAYS += kind.studied
+DEFAULT_STUDENT = "pocket-student"
 STUDENTS = {  # by what they were trained on or with: their names, and the ways that are measured
-    "segments": (OWN, USUAL),
-    "alone": ("pocket-student-alone", FEW),
-    "prompts": ("pocket-student-prompt", FEW),
+    "segments": (DEFAULT_STUDENT, USUAL_WAYS),
+    "alone": ("pocket-student-alone", FEW_WAYS),
+    "prompts": ("pocket-student-prompt", FEW_WAYS),
     # Trained with a dropout of 0.1, which is MonteCarloDropout's own rate.
     "dropout": ("pocket-student-dropout", ("none", "entropy~7.8", "dropout:8~7.8")),
 }
-TRACED = ("none", "periodic:64", "windowed-listing:64:16", "speculative:8", "entropy~7.8")
-AT_SIZE = (
+WAYS_ALONG_A_TEXT = (
+    "none",
+    "periodic:64",
+    "windowed-listing:64:16",
+    "speculative:8",
+    "entropy~7.8",
+)
+WAYS_AT_SIZE = (
     "teacher",
     "none",
     "student",
@@ -96,28 +102,28 @@ class Texts:
     rows: Rows
     models: dict[str, GPT]
     prompts: dict[str, Tensor]
-    n: int
+    new_tokens: int
     at: Setting
 
-    def policy(self, way: str, mode: str) -> Policy | None:
+    def policy_of(self, way: str, mode: str) -> Policy | None:
         """Return the policy of a way, a gate with the threshold of its row, if that is there."""
         if way in self.models or way in PUBLISHED:
             return None
-        text, gated, _ = way.partition("~")
-        policy = parse_policy(f"{text}:inf" if gated else text)
-        found = self.rows.figure(way, "threshold", **self.at, mode=mode)
-        return replace(policy, threshold=found.value) if found else policy
+        policy_text, gated, _ = way.partition("~")
+        policy = parse_policy(f"{policy_text}:inf" if gated else policy_text)
+        threshold = self.rows.figure(way, "threshold", **self.at, mode=mode)
+        return replace(policy, threshold=threshold.value) if threshold else policy
 
-    def calibrate(self, way: str, mode: str) -> None:
+    def add_threshold(self, way: str, mode: str) -> None:
         """Append the threshold with which a gate fires as often as its name says, on the prompts
         "valid"."""
-        gate, budget = self.policy(way, mode), float(way.partition("~")[2])
-        signals = self.signals("valid", gate, mode)
+        gate, budget = self.policy_of(way, mode), float(way.partition("~")[2])
+        signals = self.gate_signals("valid", gate, mode)
         cooldown = math.ceil(gate.cooldown / gate.every)
         threshold = threshold_for(signals, budget * gate.every, cooldown)
         self.rows.add_values(way, self.at | {"mode": mode}, threshold=[threshold])
 
-    def writing(
+    def start_writing(
         self, way: str, ids: Tensor, mode: str, seed: int
     ) -> tuple[Iterator[Tensor], RefreshedPair | None]:
         """Return what yields a way's n tokens after ids (B, T), and the pair at work, if any."""
@@ -125,38 +131,46 @@ class Texts:
         options = {"temperature": MODES[mode], "generator": generator}
         new_cache = KVCache
         if len(ids) > 1:
-            new_cache = partial(SlidingWindowCache, ids.size(1) + self.n)
+            new_cache = partial(SlidingWindowCache, ids.size(1) + self.new_tokens)
         if way in self.models:
-            return generate(self.models[way], ids, self.n, cache=new_cache(), **options), None
+            tokens = generate(self.models[way], ids, self.new_tokens, cache=new_cache(), **options)
+            return tokens, None
         pair = RefreshedPair(**self.models, ids=ids, new_cache=new_cache)
         if way in PUBLISHED:
             every = int(way.partition(":")[2])
-            return refresh_as_published(pair, self.n, every, **options), pair
-        return overfill.generate_refreshed(pair, self.n, self.policy(way, mode), **options), pair
+            tokens = refresh_as_published(pair, self.new_tokens, every, **options)
+        else:
+            policy = self.policy_of(way, mode)
+            tokens = overfill.generate_refreshed(pair, self.new_tokens, policy, **options)
+        return tokens, pair
 
     @torch.no_grad()
-    def signals(self, split: str, gate: Gate, mode: str) -> Tensor:
+    def gate_signals(self, split: str, gate: Gate, mode: str) -> Tensor:
         """Return a gate's signals (B, T) on texts that nothing refreshes, as often as it looks at
         them."""
-        found = []
-        tokens, pair = self.writing("none", self.prompts[split], mode, seed=1)
+        signals = []
+        tokens, pair = self.start_writing("none", self.prompts[split], mode, seed=1)
         next(tokens)
         for t, _ in enumerate(tokens, 1):
             if t % gate.every == 0:
-                found.append(gate.signal(pair).float().cpu())
-        return torch.stack(found, 1)
+                signals.append(gate.signal(pair).float().cpu())
+        return torch.stack(signals, 1)
 
 
 @torch.no_grad()
 def refresh_as_published(
-    pair: RefreshedPair, n: int, every: int, temperature: float, generator: torch.Generator | None
+    pair: RefreshedPair,
+    new_tokens: int,
+    every: int,
+    temperature: float,
+    generator: torch.Generator | None,
 ) -> Iterator[Tensor]:
     """Yield n tokens (B, 1) as the source's code writes them. It feeds the prompt's last token a
     second time, and the teacher has read the newest token when the student has not, so that a
     splice moves every entry by one token."""
     pair.prefill()
     token, unread = pair.ids[:, -1:], []
-    for _ in range(n):
+    for _ in range(new_tokens):
         if len(unread) == every:
             pair.teacher(torch.cat(unread, 1), pair.teacher_cache, last_only=True)
             splice_last(pair.student_cache, pair.teacher_cache, torch.full_like(token[:, 0], every))
@@ -173,25 +187,25 @@ def refresh_as_published(
 # --- What is written --------------------------------------------------------------------------------
 
 
-def quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
+def add_quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
     """Append the figures of the texts that ways write after all prompts, with equal draws."""
     at, ids = texts.at | {"mode": mode}, texts.prompts["test"]
     for way in texts.rows.ways_due(ways, "perplexity", **at):
         if "~" in way:
-            texts.calibrate(way, mode)
-        tokens, pair = texts.writing(way, ids, mode, seed=0)
-        nats = []
+            texts.add_threshold(way, mode)
+        tokens, pair = texts.start_writing(way, ids, mode, seed=0)
+        mean_nats = []
         for text in torch.cat([ids, *tokens], 1).tolist():
-            of_text = nats_of(texts.models["teacher"], text)[-texts.n :]
-            nats.append(float(of_text.double().mean()))
-        texts.rows.add_values(way, at, perplexity=nats)
+            token_nats = nats_of(texts.models["teacher"], text)[-texts.new_tokens :]
+            mean_nats.append(float(token_nats.double().mean()))
+        texts.rows.add_values(way, at, perplexity=mean_nats)
         if pair:
             texts.rows.add_values(
                 way,
                 at,
                 refreshes=pair.refresh_count.tolist(),
                 reads=pair.teacher_tokens.tolist(),
-                passes=(1000 / texts.n * pair.teacher_passes).tolist(),
+                passes=(1000 / texts.new_tokens * pair.teacher_passes).tolist(),
             )
 
 
@@ -201,71 +215,83 @@ def threshold_for(signals: Tensor, per_1000: float, cooldown: int) -> float:
     levels = signals.flatten().sort(descending=True).values.tolist()
 
     def rate(threshold: float) -> float:  # grows from level to level
-        return 1000 * firings(signals, threshold, cooldown) / signals.numel()
+        return 1000 * count_firings(signals, threshold, cooldown) / signals.numel()
 
     return levels[bisect_right(levels, per_1000, lo=1, key=rate) - 1]
 
 
-def firings(signals: Tensor, threshold: float, cooldown: int) -> int:
+def count_firings(signals: Tensor, threshold: float, cooldown: int) -> int:
     """Return how often a gate fires over fixed signals (B, T), which its refreshes don't change."""
-    count, last = 0, torch.zeros(signals.size(0), dtype=torch.long)
+    firing_count, last_firing = 0, torch.zeros(signals.size(0), dtype=torch.long)
     for t, fires in enumerate((signals > threshold).T, 1):
-        fires = fires & (t - last >= cooldown)
-        last = torch.where(fires, t, last)
-        count += int(fires.sum())
-    return count
+        fires = fires & (t - last_firing >= cooldown)
+        last_firing = torch.where(fires, t, last_firing)
+        firing_count += int(fires.sum())
+    return firing_count
 
 
-def areas(texts: Texts) -> None:
+def add_signal_areas(texts: Texts) -> None:
     """Append the areas under the ROC curve by which entropy and U(t) tell the tenth of the tokens
     with the largest KL(teacher || student) from the others; intervals over texts."""
     if not texts.rows.ways_due(["dropout"], "area", **texts.at):
         return
     ways, never = ("entropy", "dropout"), math.inf
     gates = ProbeKL(never), Entropy(never), MonteCarloDropout(never)
-    apart, *signals = (texts.signals("test", gate, "sampled").numpy() for gate in gates)
-    large = apart >= np.quantile(apart, 0.9)
-    n = len(apart)
-    draws = [np.arange(n), *np.random.default_rng(0).integers(n, size=(200, n))]
-    for way, x in zip(ways, signals, strict=True):
-        found = [area_under_roc(x[draw][large[draw]], x[draw][~large[draw]]) for draw in draws]
-        low, high = np.quantile([area for area in found[1:] if area is not None], [0.025, 0.975])
-        texts.rows.add_figures(way, texts.at, n, area=(found[0], low, high))
+    divergences, *signals = (texts.gate_signals("test", gate, "sampled").numpy() for gate in gates)
+    is_large = divergences >= np.quantile(divergences, 0.9)
+    text_count = len(divergences)
+    draws = [
+        np.arange(text_count),
+        *np.random.default_rng(0).integers(text_count, size=(200, text_count)),
+    ]
+    for way, signal in zip(ways, signals, strict=True):
+        areas = []
+        for draw in draws:
+            large = is_large[draw]
+            areas.append(area_under_roc(signal[draw][large], signal[draw][~large]))
+        low, high = np.quantile([area for area in areas[1:] if area is not None], [0.025, 0.975])
+        texts.rows.add_figures(way, texts.at, text_count, area=(areas[0], low, high))
+
+
+def square_norms(entries: Tensor) -> Tensor:
+    """Return the squared norms (B,) of the entries (L, 2, B, H, T, D) of a cache."""
+    return entries.square().sum((0, 1, 3, 4, 5))
 
 
 @torch.no_grad()
-def caches(texts: Texts, ways: Sequence[str], prompts: int) -> None:
+def add_cache_errors(texts: Texts, ways: Sequence[str], prompt_count: int) -> None:
     """Append the error of the cache and the divergence of the next token, along a text that
     OverFill has written: all ways read the same, and differ by their caches alone. The prompt's
     entries are left out: they are the teacher's own."""
     ways = texts.rows.ways_due(ways, "cache_error", **texts.at)
     if not ways:
         return
-    ids, teacher, truth = texts.prompts["test"][:prompts], texts.models["teacher"], KVCache()
-    start = ids.size(1)
-    new = torch.cat([*texts.writing("none", ids, "sampled", seed=0)[0]], 1)  # (B, N)
-    expected = teacher(torch.cat([ids, new], 1), truth)[:, start:]  # (B, N, V)
-    exact = torch.stack(truth.layers)[..., start:, :]  # (L, 2, B, H, N, D)
+    ids = texts.prompts["test"][:prompt_count]
+    prompt_length = ids.size(1)
+    tokens, _ = texts.start_writing("none", ids, "sampled", seed=0)
+    continuation = torch.cat([*tokens], 1)  # (B, N)
+    exact_cache = KVCache()
+    logits = texts.models["teacher"](torch.cat([ids, continuation], 1), exact_cache)
+    expected = logits[:, prompt_length:]  # (B, N, V)
+    exact_entries = torch.stack(exact_cache.layers)[..., prompt_length:, :]  # (L, 2, B, H, N, D)
     for way in ways:
-        room = partial(SlidingWindowCache, start + texts.n)
-        pair = RefreshedPair(**texts.models, ids=ids, new_cache=room)
-        errors, apart = [], []
-        policy = texts.policy(way, "sampled")
-        for t, logits in enumerate(overfill.read_along(pair, new, policy), 1):
-            apart.append(float(kl(expected[:, t - 1], logits).mean()))
-            mine = torch.stack(pair.student_cache.layers)[
-                ..., start : start + t, :
-            ]  # (L, 2, B, H, t, D)
-            its = exact[..., :t, :]
-            off, norm = (x.square().sum((0, 1, 3, 4, 5)) for x in (mine - its, its))  # (B,)
-            errors.append(float((off / norm).sqrt().mean()))
-        texts.rows.add_values(way, texts.at, cache_error=errors, kl=apart)
+        new_cache = partial(SlidingWindowCache, prompt_length + texts.new_tokens)
+        pair = RefreshedPair(**texts.models, ids=ids, new_cache=new_cache)
+        errors, divergences = [], []
+        policy = texts.policy_of(way, "sampled")
+        for t, logits in enumerate(overfill.read_along(pair, continuation, policy), 1):
+            divergences.append(float(kl(expected[:, t - 1], logits).mean()))
+            entries = torch.stack(pair.student_cache.layers)[..., prompt_length:, :]
+            exact = exact_entries[..., :t, :]
+            error = square_norms(entries[..., :t, :] - exact) / square_norms(exact)
+            errors.append(float(error.sqrt().mean()))
+        texts.rows.add_values(way, texts.at, cache_error=errors, kl=divergences)
 
 
 # --- Time -------------------------------------------------------------------------------------------
 
 
-def times(texts: Texts, ways: Sequence[str], prompts: int, turns: int) -> None:
+def add_times(texts: Texts, ways: Sequence[str], prompt_count: int, turns: int) -> None:
     """Append the times of ways that take turns, beside OverFill's. Ways that are measured later take
     turns with OverFill too, whose own rows stay: their tokens/s are what they would have been
     then."""
@@ -274,50 +300,53 @@ def times(texts: Texts, ways: Sequence[str], prompts: int, turns: int) -> None:
     if not ways:
         return
 
-    def written(way: str, turn: int) -> tuple[TimedText, RefreshedPair | None]:
+    def write_once(way: str, turn: int) -> tuple[TimedText, RefreshedPair | None]:
         """Write one text, sampled, after the first prompts in turn."""
-        ids = texts.prompts["test"][turn % prompts][None]
-        tokens, pair = texts.writing(way, ids, "sampled", seed=turn)
+        ids = texts.prompts["test"][turn % prompt_count][None]
+        tokens, pair = texts.start_writing(way, ids, "sampled", seed=turn)
         return time_text(lambda: tokens), pair
 
-    found = run_in_turns({way: partial(written, way) for way in ("none", *ways)}, turns)
-    then = rows.figure("none", "tps", **at)
+    timed_runs = run_in_turns({way: partial(write_once, way) for way in ("none", *ways)}, turns)
+    recorded_speed = rows.figure("none", "tps", **at)
     spans = {}  # to the first token and to the last
-    for way, several in found.items():
-        spans[way] = np.array(
-            [(run.first_token_seconds, run.total_seconds) for run, _ in several]
-        ).T
-    first, total = spans["none"]
-    steps = texts.n - 1
-    if then:
-        del found["none"]
-        steps = then.value * (total - first)
+    for way, runs in timed_runs.items():
+        spans[way] = np.array([(run.first_token_seconds, run.total_seconds) for run, _ in runs]).T
+    overfill_first, overfill_total = spans["none"]
+    steps = texts.new_tokens - 1
+    if recorded_speed:
+        del timed_runs["none"]
+        steps = recorded_speed.value * (overfill_total - overfill_first)
     else:
-        rows.add_values("none", at, first_ms=1e3 * first)
-        read_times(texts, found)
-    for way, several in found.items():
-        begun, ended = spans[way]
-        rows.add_values(way, at, time=ended / total, tps=steps / (ended - begun))
-        _, pair = several[0]
+        rows.add_values("none", at, first_ms=1e3 * overfill_first)
+        add_read_times(texts, timed_runs)
+    for way, runs in timed_runs.items():
+        first_seconds, total_seconds = spans[way]
+        rows.add_values(
+            way,
+            at,
+            time=total_seconds / overfill_total,
+            tps=steps / (total_seconds - first_seconds),
+        )
+        _, pair = runs[0]
         if pair and not rows.find(way, "passes", **at):  # quality() wasn't asked
-            passes = 1000 / texts.n * int(pair.teacher_passes)
+            passes = 1000 / texts.new_tokens * int(pair.teacher_passes)
             rows.add_values(way, at, passes=[passes], reads=[int(pair.teacher_tokens)])
 
 
-def read_times(texts: Texts, found: dict[str, list]) -> None:
+def add_read_times(texts: Texts, timed_runs: dict[str, list]) -> None:
     """Append the times of the teacher's passes over k new tokens, of what times() found."""
-    reads = {}
-    for way, several in found.items():
-        policy = texts.policy(way, "sampled")
+    read_ms = {}
+    for way, runs in timed_runs.items():
+        policy = texts.policy_of(way, "sampled")
         if isinstance(policy, Periodic) and not policy.reads_window:
-            for _, pair in several:
+            for _, pair in runs:
                 for refresh in pair.refreshes:
-                    reads.setdefault(refresh.tokens_read, []).append(1e3 * refresh.seconds)
-    for k, ms in sorted(reads.items()):
-        texts.rows.add_values("teacher", texts.at | {"k": k}, read_ms=ms)
+                    read_ms.setdefault(refresh.tokens_read, []).append(1e3 * refresh.seconds)
+    for tokens_read, ms in sorted(read_ms.items()):
+        texts.rows.add_values("teacher", texts.at | {"k": tokens_read}, read_ms=ms)
 
 
-def predict(rows: Rows, n: int, at: Setting) -> None:
+def add_predicted_times(rows: Rows, new_tokens: int, at: Setting) -> None:
     """Append the time of every way by the source's cost model, in units of OverFill's, the
     prompt's prefill included: N / TPS + the sum of prefill(k_r), the student's decoding and the
     teacher's passes over k_r tokens each. prefill(k) is the line through the times of these passes.
@@ -327,22 +356,22 @@ def predict(rows: Rows, n: int, at: Setting) -> None:
     points = [point[:2] for point in points_over(rows, "teacher", "read_ms", "k", at)]
     if len(points) < 2:
         return
-    slope, start = np.polyfit(*zip(*points, strict=True), 1)  # ms
-    first, tps = (rows.figure("none", metric, **at).value for metric in ("first_ms", "tps"))
-    alone = first + 1e3 * (n - 1) / tps
+    slope, intercept = np.polyfit(*zip(*points, strict=True), 1)  # ms
+    first_ms, tps = (rows.figure("none", metric, **at).value for metric in ("first_ms", "tps"))
+    overfill_ms = first_ms + 1e3 * (new_tokens - 1) / tps
     for way, _ in matching_ways(rows, [".*"]):
         passes, reads = (rows.figure(way, metric, **at) for metric in ("passes", "reads"))
         if passes is None or way in PUBLISHED:
             continue
-        count = passes.value * n / 1000  # of a mean text, so that it needn't be whole
-        prefills = slope * reads.value + count * start  # of all passes together
-        found = round(1 + prefills / alone, 4)
-        exact = (found, found, found)
-        if rows.figure(way, "time", **at, by="formula") != exact:
-            rows.add_figures(way, at | {"by": "formula"}, 1, time=exact)
+        pass_count = passes.value * new_tokens / 1000  # of a mean text, so that it needn't be whole
+        prefills = slope * reads.value + pass_count * intercept  # of all passes together
+        predicted = round(1 + prefills / overfill_ms, 4)
+        interval = (predicted, predicted, predicted)
+        if rows.figure(way, "time", **at, by="formula") != interval:
+            rows.add_figures(way, at | {"by": "formula"}, 1, time=interval)
 
 
-def variational(rows: Rows) -> None:
+def add_variational_identity(rows: Rows) -> None:
     """Append, for three symbols, the expectation of -log p(y) over y from q (left), what the
     source says that it is, KL(p || q) - H[p], and what it is, KL(q || p) + H[q]; in nats."""
     p, q = (0.7, 0.2, 0.1), (0.2, 0.3, 0.5)
@@ -360,12 +389,12 @@ def variational(rows: Rows) -> None:
 # --- The study --------------------------------------------------------------------------------------
 
 
-def size_of(model: nn.Module) -> str:
+def parameter_count_text(model: nn.Module) -> str:
     return f"{sum(p.numel() for p in model.parameters()):,} parameters"
 
 
-def prompts_of(
-    tokenizer: Any, path: str | None, n: int, room: int, chat: bool
+def load_prompts(
+    tokenizer: Any, path: str | None, test_count: int, max_length: int, chat: bool
 ) -> dict[str, Tensor]:
     """Return prompts (B, T) to set gates on ("valid") and to measure ("test"): beginnings of
     pocket's documents; or of a CSV file, every fifth to set gates on, all cut to the shortest; with
@@ -374,10 +403,10 @@ def prompts_of(
     Raises ValueError if a file has fewer than 5, or one has more than room tokens.
     """
     if path is None:
-        found = {}
-        for split, k in (("valid", (n + 1) // 2), ("test", n)):
-            found[split] = torch.tensor(corpus.beginnings(tokenizer, split, k, 192))
-        return found
+        split_ids = {}
+        for split, count in (("valid", (test_count + 1) // 2), ("test", test_count)):
+            split_ids[split] = torch.tensor(corpus.beginnings(tokenizer, split, count, 192))
+        return split_ids
     special = tokenizer.special_tokens_set
     prompts = [tokenizer.encode(text, allowed_special=special) for text in read_prompts(Path(path))]
     before, after = (as_question("{}", tokenizer) if chat else "{}").split("{}")
@@ -387,52 +416,55 @@ def prompts_of(
         raise ValueError(f"{path} has {len(prompts)} prompts: at least 5 are needed")
     shortest = min(map(len, prompts))
     length = len(before) + shortest + len(after)
-    if length > room:
-        raise ValueError(f"the prompts of {path} have {length} tokens or more: at most {room} fit")
+    if length > max_length:
+        raise ValueError(
+            f"the prompts of {path} have {length} tokens or more: at most {max_length} fit"
+        )
     ids = torch.tensor([[*before, *prompt[-shortest:], *after] for prompt in prompts])
-    test = [i for i in range(len(ids)) if i % 5]
-    return {"valid": ids[::5], "test": ids[test]}
+    test_rows = [i for i in range(len(ids)) if i % 5]
+    return {"valid": ids[::5], "test": ids[test_rows]}
 
 
-def sized(rows: Rows, quick: bool) -> None:
+def measure_at_size(rows: Rows, quick: bool) -> None:
     """Append times at the size of a real model: random weights, on which times don't depend, and a
     student narrowed as pocket's is."""
-    size, n, turns = ("2x2x64", 70, 1) if quick else ("355M", 260, 5)
-    large = random_model(GPT, size)
-    student = GPT(pruning("pocket", large.config, 1, "segments").config).eval()
+    size, new_tokens, turns = ("2x2x64", 70, 1) if quick else ("355M", 260, 5)
+    teacher = random_model(GPT, size)
+    student = GPT(pruning("pocket", teacher.config, 1, "segments").config).eval()
     ids = torch.randint(50257, (1, 64), generator=torch.Generator().manual_seed(0))
     at = {"model": "355M", "tokens": 260}
-    texts = Texts(rows, {"teacher": large, "student": student}, {"test": ids}, n, at)
+    texts = Texts(rows, {"teacher": teacher, "student": student}, {"test": ids}, new_tokens, at)
     rows.set_model_conditions(
         f"{size}, random weights",
-        large,
-        f"a student of {size_of(student)}",
-        f"{n} tokens after a prompt of 64, one text at a time",
+        teacher,
+        f"a student of {parameter_count_text(student)}",
+        f"{new_tokens} tokens after a prompt of 64, one text at a time",
         f"turns: {turns}",
     )
-    times(texts, AT_SIZE, 1, turns)
-    predict(rows, n, at)
+    add_times(texts, WAYS_AT_SIZE, 1, turns)
+    add_predicted_times(rows, new_tokens, at)
 
 
 @torch.no_grad()
-def announce(texts: Texts, ways: int, single: int) -> None:
+def print_needs(texts: Texts, way_count: int, single_texts: int) -> None:
     """Print what a run needs: memory, before a cache is made; then time, by a step of the student. Texts are written
     at once in each mode and way, and `single` of them one by one in each way."""
     ids, student = texts.prompts["test"], texts.models["student"]
-    many, length = ids.shape
+    text_count, prompt_length = ids.shape
     pair = RefreshedPair(**texts.models, ids=ids[:1])
     pair.prefill()
-    nbytes = many * (length + texts.n) * pair.nbytes // length
+    nbytes = text_count * (prompt_length + texts.new_tokens) * pair.nbytes // prompt_length
     for model in texts.models.values():
         nbytes += sum(p.nbytes for p in model.parameters())
     print(f"Memory: {nbytes / 1e6:,.1f} MB for both models' weights and caches.", flush=True)
     seconds = 0.0
-    for rows, times in ((ids, len(MODES)), (ids[:1], single)):
+    for fed_ids, repeats in ((ids, len(MODES)), (ids[:1], single_texts)):
         cache = student.new_cache()
-        student(rows, cache, last_only=True)
-        begun = time.perf_counter()
-        float(student(rows[:, -1:], cache)[0, 0, 0])  # waits for the device
-        seconds += times * ways * texts.n * (time.perf_counter() - begun)
+        student(fed_ids, cache, last_only=True)
+        started = time.perf_counter()
+        float(student(fed_ids[:, -1:], cache)[0, 0, 0])  # waits for the device
+        step_seconds = time.perf_counter() - started
+        seconds += repeats * way_count * texts.new_tokens * step_seconds
     print(
         f"Time: {seconds / 3600:.1f} hours for the student's steps; the teacher's reading comes on "
         "top. An interrupted run begins anew.\n",
@@ -443,54 +475,59 @@ def announce(texts: Texts, ways: int, single: int) -> None:
 def measure(rows: Rows, args: argparse.Namespace) -> None:
     """Measure what the rows lack, or what is to be measured again. Models of the user's own, with
     prompts from a file, begin with what they need."""
-    n, count, turns = (72, 4, 1) if args.quick else (1000, 50, 9)
+    new_tokens, prompt_count, turns = (72, 4, 1) if args.quick else (1000, 50, 9)
     tokenizer, path = load_tokenizer(args.model), args.prompts
-    students = STUDENTS if args.student == OWN else {"segments": (args.student, USUAL)}
-    for train, (name, ways) in students.items():
+    students = (
+        STUDENTS if args.student == DEFAULT_STUDENT else {"segments": (args.student, USUAL_WAYS)}
+    )
+    for training, (name, ways) in students.items():
         teacher, student, _ = load_pair(args.model, name, device=args.device, dtype=args.dtype)
-        room = min(teacher.config.n_ctx, student.config.n_ctx) - n
-        prompts = prompts_of(tokenizer, path, count, room, args.chat)
+        room = min(teacher.config.n_ctx, student.config.n_ctx) - new_tokens
+        prompts = load_prompts(tokenizer, path, prompt_count, room, args.chat)
         prompts = {split: ids.to(args.device) for split, ids in prompts.items()}
-        at = {"trained": train}
-        texts = Texts(rows, {"teacher": teacher, "student": student}, prompts, n, at)
-        fits = not geometry_difference(teacher, student)
-        if not fits:  # the teacher's cache can't be spliced into the student's
+        at = {"trained": training}
+        texts = Texts(rows, {"teacher": teacher, "student": student}, prompts, new_tokens, at)
+        same_geometry = not geometry_difference(teacher, student)
+        if not same_geometry:  # the teacher's cache can't be spliced into the student's
             ways = [way for way in ways if way not in PUBLISHED]
-        many, length = prompts["test"].shape
-        few = min(3, many)
+        text_count, prompt_length = prompts["test"].shape
+        timed_prompts = min(3, text_count)
         if path is not None:
-            announce(texts, len(ways), turns * few)
+            print_needs(texts, len(ways), turns * timed_prompts)
         rows.set_model_conditions(
             args.model,
             teacher,
-            f"students of {size_of(student)}",
-            f"{many} held-out prompts of {length} tokens, {n:,} new tokens, sampled at temperature 1",
-            f"times: single texts after {few} of them, turns: {turns}",
+            f"students of {parameter_count_text(student)}",
+            f"{text_count} held-out prompts of {prompt_length} tokens, {new_tokens:,} new tokens, sampled at temperature 1",
+            f"times: single texts after {timed_prompts} of them, turns: {turns}",
         )
         for mode in MODES:
-            quality(texts, ways, mode)
-        if train == "dropout":
-            areas(texts)
-        if train == "segments" and fits:
-            caches(texts, TRACED, max(1, count // 6))
-        if train in ("segments", "dropout"):
-            times(texts, ways, few, turns)
-        predict(rows, n, at)
-    variational(rows)
+            add_quality(texts, ways, mode)
+        if training == "dropout":
+            add_signal_areas(texts)
+        if training == "segments" and same_geometry:
+            add_cache_errors(texts, WAYS_ALONG_A_TEXT, max(1, prompt_count // 6))
+        if training in ("segments", "dropout"):
+            add_times(texts, ways, timed_prompts, turns)
+        add_predicted_times(rows, new_tokens, at)
+    add_variational_identity(rows)
 
 
 def main(argv: list[str] | None = None) -> None:
     cli = StudyLine(__doc__, "refreshing", "less of everything", model="--teacher", again=True)
-    cli.add_argument("--student", default=OWN, metavar="NAME", help="who decodes")
+    cli.add_argument("--student", default=DEFAULT_STUDENT, metavar="NAME", help="who decodes")
     cli.add_argument("--prompts", metavar="FILE", help="prompts of your own: CSV, column prompt")
     cli.add_chat_argument()
     with cli.parse(argv) as args:
-        others = args.prompts is not None or (args.model, args.student) != ("pocket", OWN)
+        others = args.prompts is not None or (args.model, args.student) != (
+            "pocket",
+            DEFAULT_STUDENT,
+        )
         if not args.prompts and (args.chat or args.model != "pocket"):
             needs = "--chat" if args.chat else args.model
             raise ValueError(f"{needs} needs prompts of your own: give it --prompts FILE")
         rows = open_rows("refreshing", args, "run of other models or prompts" if others else "")
         measure(rows, args)
         if not others:
-            sized(rows, args.quick)
+            measure_at_size(rows, args.quick)
         report(rows)

@@ -22,87 +22,90 @@ from pocket import corpus
 from pocket.evaluation import nats_of
 from speculate import DRAFTERS, DraftCounts, speculate
 from studies.core import Rows, run_study
-from studies.refreshing.study import MODES, Texts, size_of
+from studies.refreshing.study import MODES, Texts, parameter_count_text
 from support.timing import TimedText, run_in_turns, time_text
 
-BY = {"exact": DRAFTERS["student"], "text": DRAFTERS["text"]}
-SIZES = (4, 8, 16)  # of drafts and bursts
+EXACT_DRAFTERS = {"exact": DRAFTERS["student"], "text": DRAFTERS["text"]}
+LENGTHS = (4, 8, 16)  # of drafts and bursts
 WAYS = [
     "teacher",
-    *(f"exact:{k}" for k in SIZES),
+    *(f"exact:{k}" for k in LENGTHS),
     "text:8",
-    *(f"speculative:{k}" for k in SIZES),
+    *(f"speculative:{k}" for k in LENGTHS),
 ]
 
 
 class Written(NamedTuple):
     """A text's tokens and times, the teacher's mean nats, and what became of drafts."""
 
-    run: TimedText
+    timed_text: TimedText
     nats: float
     counts: DraftCounts
 
 
-def write(texts: Texts, way: str, mode: str, turn: int) -> Written:
+def write_text(texts: Texts, way: str, mode: str, turn: int) -> Written:
     """Continue the prompt of a turn in one way."""
-    teacher, ids, n = texts.models["teacher"], texts.prompts["test"][turn][None], texts.n
-    (kind, _, k), counts = way.partition(":"), DraftCounts()
-    if kind in BY:
+    ids, new_tokens = texts.prompts["test"][turn][None], texts.new_tokens
+    kind, _, k = way.partition(":")
+    counts = DraftCounts()
+    if kind in EXACT_DRAFTERS:
         pair = Pair(**texts.models, ids=ids)
         generator = torch.Generator().manual_seed(turn)
         options = {"temperature": MODES[mode], "generator": generator}
-        tokens = speculate(pair, n, int(k), BY[kind], counts, **options)
+        tokens = speculate(pair, new_tokens, int(k), EXACT_DRAFTERS[kind], counts, **options)
     else:
-        tokens, pair = texts.writing(way, ids, mode, turn)
-    took = time_text(lambda: tokens)
-    if kind not in BY:
-        counts.passes = int(pair.teacher_passes) if pair else n - 1
-    nats = nats_of(teacher, ids[0].tolist() + took.ids)[-n:]
-    return Written(took, float(nats.mean()), counts)
+        tokens, pair = texts.start_writing(way, ids, mode, turn)
+    timed_text = time_text(lambda: tokens)
+    if kind not in EXACT_DRAFTERS:
+        counts.passes = int(pair.teacher_passes) if pair else new_tokens - 1
+    nats = nats_of(texts.models["teacher"], ids[0].tolist() + timed_text.ids)[-new_tokens:]
+    return Written(timed_text, float(nats.mean()), counts)
 
 
 @torch.no_grad()
-def compare(texts: Texts, mode: str) -> None:
+def compare_ways(texts: Texts, mode: str) -> None:
     """Append the rows of the ways that lack them, which take turns, beside the teacher alone."""
     rows, at = texts.rows, {"mode": mode}
-    due = rows.ways_due(WAYS, "perplexity", **at)
-    if not due:
+    ways = rows.ways_due(WAYS, "perplexity", **at)
+    if not ways:
         return
-    runs = {way: partial(write, texts, way, mode) for way in ("teacher", *due)}
-    found = run_in_turns(runs, len(texts.prompts["test"]))
-    for way in due:
-        several = found[way]
+    runs = {way: partial(write_text, texts, way, mode) for way in ("teacher", *ways)}
+    written = run_in_turns(runs, len(texts.prompts["test"]))
+    teacher_texts = [text.timed_text.ids for text in written["teacher"]]
+    for way in ways:
+        of_way = written[way]
         same = [
-            x.run.ids == alone.run.ids for x, alone in zip(several, found["teacher"], strict=True)
+            float(text.timed_text.ids == teacher_ids)
+            for text, teacher_ids in zip(of_way, teacher_texts, strict=True)
         ]
         rows.add_values(
             way,
             at,
-            perplexity=[x.nats for x in several],
-            passes=[1000 * x.counts.passes / texts.n for x in several],
-            tps=[texts.n / x.run.total_seconds for x in several],
-            same=map(float, same),
+            perplexity=[text.nats for text in of_way],
+            passes=[1000 * text.counts.passes / texts.new_tokens for text in of_way],
+            tps=[texts.new_tokens / text.timed_text.total_seconds for text in of_way],
+            same=same,
         )
-        drafted = sum(x.counts.drafted for x in several)
+        drafted = sum(text.counts.drafted for text in of_way)
         if drafted:
-            kept = sum(x.counts.accepted for x in several) / drafted
-            rows.add_figures(way, at, len(several), kept=[kept])
+            kept = sum(text.counts.accepted for text in of_way) / drafted
+            rows.add_figures(way, at, len(of_way), kept=[kept])
 
 
 def measure(rows: Rows, quick: bool) -> None:
     """Measure what the rows lack, in both modes."""
-    n, count = (32, 4) if quick else (256, 20)
+    new_tokens, prompt_count = (32, 4) if quick else (256, 20)
     teacher, student, tokenizer = load_pair("pocket", "pocket-student")
-    ids = torch.tensor(corpus.beginnings(tokenizer, "test", count, 192))
-    texts = Texts(rows, {"teacher": teacher, "student": student}, {"test": ids}, n, {})
+    ids = torch.tensor(corpus.beginnings(tokenizer, "test", prompt_count, 192))
+    texts = Texts(rows, {"teacher": teacher, "student": student}, {"test": ids}, new_tokens, {})
     rows.set_model_conditions(
         "pocket",
         teacher,
-        f"pocket-student: {size_of(student)}",
-        f"{count} held-out prompts of 192 tokens, {n} new tokens, one text at a time",
+        f"pocket-student: {parameter_count_text(student)}",
+        f"{prompt_count} held-out prompts of 192 tokens, {new_tokens} new tokens, one text at a time",
     )
     for mode in MODES:
-        compare(texts, mode)
+        compare_ways(texts, mode)
 
 
 main = partial(run_study, __doc__, "speculation", "four prompts and shorter texts", measure)
