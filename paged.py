@@ -398,9 +398,9 @@ class Server:
     def admit(self) -> bool:
         """Give the first waiting text the blocks that its tokens need, if one is left for each that
         is running; else return False."""
-        text = self.waiting[0]
-        self.cache.reuse_prefix(text)
-        if self.cache.allocate_slots(text, text.n_unread, n_reserved=len(self.running)):
+        text, n_reserved = self.waiting[0], len(self.running)
+        self.cache.reuse_prefix(text)  # with blocks it counts among those that are running
+        if self.cache.allocate_slots(text, text.n_unread, n_reserved):
             return True
         self.cache.free(text)
         return False

@@ -239,6 +239,14 @@ def test_room_that_is_not_there_changes_nothing(model: nn.Module, forked: bool) 
 # --- The loop -----------------------------------------------------------------------------------
 
 
+def test_a_text_that_finds_its_beginning_may_have_all_blocks(model: nn.Module) -> None:
+    server = Server(model, PagedCache(model, 3, 4))
+    for _ in range(2):
+        server.add(tokens(12, 1), 1)
+        server.step()
+        assert not server.busy
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_tokens_are_those_of_each_text_alone(model: nn.Module, seed: int) -> None:
     """Prompts of random lengths, limits, stop tokens, temperatures and seeds, some with common beginnings,
