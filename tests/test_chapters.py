@@ -14,12 +14,13 @@ import pytest
 import torch
 
 import chapters.builder.__main__ as build
+import studies.pages
 from chapters import conftest
 from chapters.builder import blocks, pages, side_by_side
 from gpt_kv_cache import GPT, generate
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
-from support.blocks import MARK, rendered
+from support.blocks import filled
 from support.files import import_file
 from tests.helpers import ROOT, process, recorded, refused
 
@@ -65,12 +66,11 @@ def test_chapters_are_up_to_date() -> None:
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_excerpts_are_those_of_the_files(folder: Path) -> None:
-    """Code and differences, with the numbers of their lines: `python3 -m chapters.builder` mends them."""
-    makers = {"code": blocks.code, "diff": blocks.diff}
-    for template, _, content, _ in MARK.findall((folder / "README.md").read_text()):
-        if re.match(r"\{\{ (code|diff)\(", template):
-            assert content == rendered(template, makers) + "\n", template
+def test_excerpts_and_numbers_are_those_of_the_files(folder: Path) -> None:
+    """Code and differences, with the numbers of their lines, and figures: `python3 -m chapters.builder` mends them."""
+    readme, slow = folder / "README.md", {"output": None, "picture": None}
+    names = studies.pages.NAMES | {"code": blocks.code, "diff": blocks.diff} | slow
+    assert filled(readme, names) == readme.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
