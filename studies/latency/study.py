@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ import torch
 from gpt_kv_cache import GPT, generate
 from load_gpt2_weights import NAMES
 from recycle import Store, prefilled_cache
-from studies.core import Rows, StudyLine, load_chosen_model, open_rows, points_over, report
+from studies.core import Rows, Setting, StudyLine, load_chosen_model, open_rows, points_over, report
 from support.cli import GEOMETRIES
 from support.timing import run_in_turns, time_text
 
@@ -44,12 +45,21 @@ def evict_from_page_cache(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+class Source(NamedTuple):
+    """Where the cache of a prompt's beginning comes from: a store, if any, and whether its files
+    have to come from the disk."""
+
+    store: Store | None
+    from_disk: bool = False
+
+
 def time_prompt(
-    model: GPT, ids: list[int], new_tokens: int, store: Store | None, from_disk: bool, turn: int
+    model: GPT, ids: list[int], new_tokens: int, source: Source, turn: int
 ) -> tuple[float, float, float]:
     """Return the seconds to restore what is stored of a prompt, and those to the first and to the
     last new token, restoring included."""
-    if from_disk:
+    store = source.store
+    if source.from_disk:
         evict_from_page_cache(store.folder)
     prompt = torch.tensor([ids], device=model.wte.weight.device)
     started = time.perf_counter()
@@ -66,69 +76,67 @@ def time_prompt(
 def measure(rows: Rows, model: GPT, model_name: str, lengths: Sequence[int], turns: int) -> None:
     """Append the times of prompts of these lengths by where and how much of them is stored."""
     n_ctx, generator = model.config.n_ctx, torch.Generator().manual_seed(0)
-    lengths = [prompt_length for prompt_length in lengths if prompt_length <= n_ctx]
-    cases = [(prompt_length, percent) for prompt_length in lengths for percent in STORED_PERCENTS]
+    lengths = [length for length in lengths if length <= n_ctx]
+    cases = [(length, percent) for length in lengths for percent in STORED_PERCENTS]
     cases += [(stored + 1, 100) for stored in STORED_TOKENS if stored < max(lengths)]
-    end_to_end_length = max(
-        (prompt_length for prompt_length in lengths if prompt_length + NEW_TOKENS <= n_ctx),
-        default=0,
-    )
+    lengths_with_room = [length for length in lengths if length + NEW_TOKENS <= n_ctx]
+    end_to_end_case = max(lengths_with_room, default=0), 90
     with tempfile.TemporaryDirectory(prefix="recycle-") as folder:
         memory_store, disk_store = Store(model), Store(model, folder)
-        stores = {
-            "cold": (None, False),
-            "memory": (memory_store, False),
-            "warm-disk": (disk_store, False),
+        sources = {
+            "cold": Source(None),
+            "memory": Source(memory_store),
+            "warm-disk": Source(disk_store),
         }
         if hasattr(os, "posix_fadvise"):
-            stores["cold-disk"] = disk_store, True
+            sources["cold-disk"] = Source(disk_store, from_disk=True)
         for prompt_length, percent in cases:
             setting = {"model": model_name, "m": prompt_length, "share": percent}
             if not rows.ways_due(["cold"], "first", **setting):
                 continue
-            ids = torch.randint(
-                model.config.vocab_size, (prompt_length,), generator=generator
-            ).tolist()
+            shape = (prompt_length,)
+            ids = torch.randint(model.config.vocab_size, shape, generator=generator).tolist()
             stored = min(round(percent * prompt_length / 100), prompt_length - 1)
             for store in (memory_store, disk_store):
                 store.clear()
                 if stored:
                     store.put(ids, prefilled_cache(model, ids[:stored]))
-            runs = {
-                way: partial(time_prompt, model, ids, 1, *store_and_source)
-                for way, store_and_source in stores.items()
-            }
-            if (prompt_length, percent) == (end_to_end_length, 90):
-                for way in ("cold", "warm-disk"):
-                    runs[way] = partial(time_prompt, model, ids, NEW_TOKENS, *stores[way])
+            end_to_end = (prompt_length, percent) == end_to_end_case
+            runs = {}
+            for way, source in sources.items():
+                new_tokens = NEW_TOKENS if end_to_end and way in ("cold", "warm-disk") else 1
+                runs[way] = partial(time_prompt, model, ids, new_tokens, source)
             turn_times = run_in_turns(runs, turns)
             times = {way: np.transpose(triples) for way, triples in turn_times.items()}
-            _, cold_first, cold_last = times["cold"]
-            if (prompt_length, percent) == (end_to_end_length, 90):
-                rows.add_values(
-                    "warm-disk", setting, saved_all=1 - times["warm-disk"][2] / cold_last
-                )
-            # "cold" comes last: a cell that has it is whole
-            for way, (restore_seconds, first_seconds, _) in reversed(times.items()):
-                rows.add_values(
-                    way, setting, first=1e3 * first_seconds, saved=1 - first_seconds / cold_first
-                )
-                if way != "cold":
-                    rows.add_values(way, setting, restore=1e3 * restore_seconds)
+            if end_to_end:
+                saved = 1 - times["warm-disk"][2] / times["cold"][2]
+                rows.add_values("warm-disk", setting, saved_all=saved)
+            add_times(rows, setting, times)
     add_costs(rows, model_name, lengths)
+
+
+def add_times(rows: Rows, setting: Setting, times: dict[str, np.ndarray]) -> None:
+    """Append the seconds (3, turns) of each way: to restore, to the first token, and to the last."""
+    cold_seconds = times["cold"][1]
+    # "cold" comes last: a case that has it is whole
+    for way, (restore_seconds, first_seconds, _) in reversed(times.items()):
+        saved = 1 - first_seconds / cold_seconds
+        rows.add_values(way, setting, first=1e3 * first_seconds, saved=saved)
+        if way != "cold":
+            rows.add_values(way, setting, restore=1e3 * restore_seconds)
 
 
 def add_costs(rows: Rows, model_name: str, lengths: Sequence[int]) -> None:
     """Append what restoring costs, and from how many stored tokens on reuse pays."""
-    measured_lengths = [k + 1 for k in STORED_TOKENS if k < max(lengths)]
+    measured_lengths = [stored + 1 for stored in STORED_TOKENS if stored < max(lengths)]
     for way in rows.ways_due(("memory", "warm-disk", "cold-disk"), "cost", model=model_name):
         points = partial(points_over, rows, key="m", setting={"model": model_name, "share": 100})
-        cold_ms = {m: ms for m, ms, *_ in points("cold", "first")}
-        cost_shares = [ms / cold_ms[m] for m, ms, *_ in points(way, "restore")]
+        cold_ms = {length: ms for length, ms, *_ in points("cold", "first")}
+        cost_shares = [ms / cold_ms[length] for length, ms, *_ in points(way, "restore")]
         unpaid = [
-            m - 1
-            for m, saved, *_ in points(way, "saved")
-            if m in measured_lengths and saved <= EQUAL_SHARE
+            length - 1
+            for length, saved, *_ in points(way, "saved")
+            if length in measured_lengths and saved <= EQUAL_SHARE
         ]
         largest_unpaid = max(unpaid, default=0)
         if cost_shares:
