@@ -362,7 +362,7 @@ def demo(ways: Sequence[tuple[str, nn.Module, Callable[[int], KVCache]]], ids: T
 
 def main(argv: list[str] | None = None) -> None:
     from load_gpt2_weights import NAMES, load_model, load_tokenizer
-    from pocket.evaluation import rows_of
+    from pocket.evaluation import held_out_rows
     from support.cli import CommandLine, whole_number
 
     cli = CommandLine(__doc__, "python3 %(prog)s --tokens 1000", NAMES)
@@ -375,7 +375,7 @@ def main(argv: list[str] | None = None) -> None:
         n = args.tokens
         if n > model.context:
             raise ValueError(f"--tokens {n}: the context of {args.model} holds {model.context}")
-        rows = rows_of(load_tokenizer(args.model), 30, n)[:4]
+        rows = held_out_rows(load_tokenizer(args.model), 30, n)[:4]
         ids = torch.tensor(rows, device=args.device)
         ways = [(name, model, new) for name, new, _ in CACHES.values()]
         print(f"""\

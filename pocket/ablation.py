@@ -9,8 +9,8 @@ from torch import nn
 import gpt_bounded_cache as bounded
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
-from pocket.evaluation import answers, perplexity, windowed
-from pocket.recipes import MEMORY, TEACHER, Change, Distillation, phases_of
+from pocket.evaluation import perplexity, score_answers, windowed
+from pocket.recipes import MEMORY, TEACHER, Change, Distillation, Phase, phases_of
 from pocket.training import train
 from support.files import write_json
 
@@ -41,11 +41,13 @@ class WindowTuning(Change):
     kind, model_class, clusters = "window", windowed(WINDOW), False
 
 
-def phases(times: int) -> tuple:
+def phases(times: int) -> tuple[Phase, ...]:
+    """Return the phases of a run that is so many times as long as the shortest."""
     return phases_of(TEACHER.config, times * STEPS, 6e-4, 8.0)
 
 
 def with_memory(memory: dict, times: int = 1, **parts: object) -> Ablation:
+    """Return the recipe of a BCT with this memory and these parts."""
     config = bounded.BCTConfig(**vars(TEACHER.config), **memory)
     return Ablation(config, phases(times), **parts)
 
@@ -71,9 +73,16 @@ def ablation(run: Path, path: Path) -> None:
     results = []
 
     def measure(name: str, steps: int, model: nn.Module) -> None:
-        nats, share = answers(model, tokenizer, corpus.recall_questions("valid", 300))
-        row = {"name": name, "steps": steps, "perplexity": perplexity(model, tokenizer, "valid")}
-        results.append(row | {"recall_nats": nats, "recall_share": share})
+        nats, share = score_answers(model, tokenizer, corpus.recall_questions("valid", 300))
+        results.append(
+            {
+                "name": name,
+                "steps": steps,
+                "perplexity": perplexity(model, tokenizer, "valid"),
+                "recall_nats": nats,
+                "recall_share": share,
+            }
+        )
 
     measure("full attention", 0, load_model("pocket"))
     for name, recipe in ABLATION.items():

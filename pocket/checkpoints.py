@@ -16,7 +16,7 @@ from llama_kv_cache import Llama
 from load_gpt2_weights import LLAMA_FIELDS, find_file, public_parts
 from pocket import coherence, corpus
 from pocket.evaluation import measure
-from pocket.recipes import TEACHER, Recipe, size_of
+from pocket.recipes import TEACHER, Recipe, steps_and_tokens
 from pocket.tokenizer import TOKENIZER
 from support.figures import figure
 from support.files import read_json, write_atomically, write_json, write_text
@@ -29,17 +29,21 @@ TOKENIZER_FILES = (
 
 
 def export(
-    model: GPT | Llama, folder: Path, dtype: torch.dtype = torch.float16, end: int | None = None
+    model: GPT | Llama,
+    folder: Path,
+    dtype: torch.dtype = torch.float16,
+    end_token: int | None = None,
 ) -> None:
     """Write config.json and model.safetensors in Hugging Face format; end: the token that ends a text, by default the
     last."""
     to_public = llama_format if isinstance(model, Llama) else gpt2_format
-    config, tensors = to_public(model)
-    if end is None:
-        end = model.config.vocab_size - 1
-    config |= {"bos_token_id": end, "eos_token_id": end}
-    tensors = {name: x.detach().to("cpu", dtype).contiguous() for name, x in tensors.items()}
-    write_json(folder / "config.json", config)
+    fields, tensors = to_public(model)
+    if end_token is None:
+        end_token = model.config.vocab_size - 1
+    fields |= {"bos_token_id": end_token, "eos_token_id": end_token}
+    for name, tensor in tensors.items():
+        tensors[name] = tensor.detach().to("cpu", dtype).contiguous()
+    write_json(folder / "config.json", fields)
     write_atomically(
         folder / "model.safetensors",
         lambda file: save_file(tensors, file, metadata={"format": "pt"}),
@@ -48,46 +52,50 @@ def export(
 
 def gpt2_format(model: GPT) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the config and the tensors of a GPT-2, or of one of ours that is made of it."""
-    c = model.config
-    config = {
+    config = model.config
+    fields = {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
         "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-5,
-        "vocab_size": c.vocab_size,
-        "n_positions": c.n_ctx,
+        "vocab_size": config.vocab_size,
+        "n_positions": config.n_ctx,
     }
     sizes = ("n_ctx", "n_embd", "n_layer", "n_head", "n_inner")
-    config |= {name: getattr(c, name) for name in sizes}
-    config |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), c.dropout)
-    if c.n_head * c.head_dim != c.n_embd:
-        config["head_dim"] = c.head_dim  # our own key: Hugging Face's GPT-2 has no such models
-    if isinstance(c, bounded.BCTConfig):
-        config |= {name: value for name, value in vars(c).items() if name not in vars(GPTConfig())}
-        config["model_type"] = "bct"  # nor such: what reads it as a plain GPT-2 must refuse it
-    return config, {f"transformer.{name}": p for name, p in model.named_parameters()}
+    fields |= {name: getattr(config, name) for name in sizes}
+    fields |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), config.dropout)
+    if config.n_head * config.head_dim != config.n_embd:
+        fields["head_dim"] = config.head_dim  # our own key: Hugging Face's GPT-2 has no such models
+    if isinstance(config, bounded.BCTConfig):
+        for name, value in vars(config).items():
+            if name not in vars(GPTConfig()):
+                fields[name] = value
+        fields["model_type"] = "bct"  # nor such: what reads it as a plain GPT-2 must refuse it
+    tensors = {f"transformer.{name}": tensor for name, tensor in model.named_parameters()}
+    return fields, tensors
 
 
 def llama_format(model: Llama) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the config of a Llama, and its tensors by their public names, matrices as (out, in)."""
-    c, tensors = model.config, {}
-    config = {
+    config, tensors = model.config, {}
+    fields = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
         "hidden_act": "silu",
-        "rope_theta": c.rope_theta,
+        "rope_theta": config.rope_theta,
     }
-    config |= {public: getattr(c, ours) for public, ours in LLAMA_FIELDS.items()}
-    for name, part in public_parts(model).items():
-        tensors[name if name == "lm_head.weight" else f"model.{name}"] = part
-    return config, tensors
+    for public_name, our_name in LLAMA_FIELDS.items():
+        fields[public_name] = getattr(config, our_name)
+    for name, tensor in public_parts(model).items():
+        tensors[name if name == "lm_head.weight" else f"model.{name}"] = tensor
+    return fields, tensors
 
 
-def card(recipe: Recipe, model: torch.nn.Module, figures: dict) -> str:
+def model_card(recipe: Recipe, model: torch.nn.Module, figures: dict) -> str:
     """Return the card of a model with the figures that measure() found."""
     fields = {
         "recipe": recipe,
-        "size": size_of(recipe),
+        "size": steps_and_tokens(recipe),
         "numbers": {name: p.numel() for name, p in model.named_parameters()},
         "figures": figures,
         "teacher": TEACHER.config,
@@ -95,7 +103,7 @@ def card(recipe: Recipe, model: torch.nn.Module, figures: dict) -> str:
 
     def written(prompt: str, **options: object) -> str:
         ids = [recipe.tokenizer.encode_ordinary(prompt)]
-        return coherence.written(model, recipe.tokenizer, ids, **options)[0]
+        return coherence.continue_prompts(model, recipe.tokenizer, ids, **options)[0]
 
     if recipe.kind == "teacher":
         known = corpus.closed_book_questions("test")
@@ -104,7 +112,7 @@ def card(recipe: Recipe, model: torch.nn.Module, figures: dict) -> str:
         for question in (*explain, *recall[::3], known[0]):
             text, _, _ = written(question.prompt).partition("\nQuestion:")  # which it asks itself
             samples.append((question, text))
-        for seed, opening in enumerate(coherence.openings("test", 3)):
+        for seed, opening in enumerate(coherence.story_openings("test", 3)):
             options = {"temperature": 0.8, "generator": torch.Generator().manual_seed(seed)}
             stories.append((opening, written(opening, **options)))
         fields |= {"closed_book": len(known), "samples": samples, "stories": stories}
@@ -123,7 +131,7 @@ def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> Non
     """Write a model as it is shipped, in fp16, with its loss curve and, if it was trained on the corpus, its figures
     and card. It gets the tokenizer of the model that it comes from, if that has its own; the shipped ones share one."""
     model = model.half().float()
-    export(model, folder, end=recipe.tokenizer.eot_token)  # first: what follows takes minutes
+    export(model, folder, end_token=recipe.tokenizer.eot_token)  # first: what follows takes minutes
     if recipe.init and folder.resolve().parent != HERE:
         source = find_file(recipe.init, "config.json").parent.resolve()
         if source.parent == HERE:
@@ -133,12 +141,14 @@ def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> Non
                 write_atomically(folder / name, partial(shutil.copyfile, source / name))
             else:  # an earlier model's
                 (folder / name).unlink(missing_ok=True)
-    n = min(100, len(losses))
+    window = min(100, len(losses))
 
     def draw_on(axes: Any) -> None:
         axes.plot(losses, color="C0", alpha=0.25, linewidth=0.5, label="each step")
-        means = torch.tensor(losses).unfold(0, n, 1).mean(1)
-        axes.plot(range(n - 1, len(losses)), means, color="C0", label=f"mean of {n} steps")
+        means = torch.tensor(losses).unfold(0, window, 1).mean(1)
+        axes.plot(
+            range(window - 1, len(losses)), means, color="C0", label=f"mean of {window} steps"
+        )
 
     figure(
         folder / "loss.png",
@@ -151,4 +161,4 @@ def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> Non
     if recipe.text is None:
         figures = measure(recipe, model)
         write_json(folder / "figures.json", figures)
-        write_text(folder / "README.md", card(recipe, model, figures))
+        write_text(folder / "README.md", model_card(recipe, model, figures))

@@ -49,8 +49,8 @@ FIELDS = {
 }
 ANY = r"[a-z' ]+?"  # all other fields, in whatever words: what is no door's colour or no place must disagree, not hide
 START = r"(?:^|(?<=[.!?\"] ))"  # of a sentence
-# Either traveller may do this.
-FREE = dict.fromkeys(("", "meet", "word", "door", "errand", "count"), "ab")
+# By thread, the fields that may be either traveller.
+INTERCHANGEABLE = dict.fromkeys(("", "meet", "word", "door", "errand", "count"), "ab")
 
 
 class Statement(NamedTuple):
@@ -66,7 +66,7 @@ class Statement(NamedTuple):
         return {value for field in fields for value in self.values.get(field, [])}
 
 
-def pattern(template: str) -> tuple[re.Pattern[str], list[str]]:
+def pattern_of(template: str) -> tuple[re.Pattern[str], list[str]]:
     """Return a pattern of all that a template can become, and the field of each of its groups."""
     fields = []
 
@@ -86,29 +86,39 @@ def pattern(template: str) -> tuple[re.Pattern[str], list[str]]:
     return re.compile(START + text, re.IGNORECASE | re.MULTILINE), fields
 
 
+class StoryPattern(NamedTuple):
+    """What finds the statements that a template could have made."""
+
+    kind: str
+    thread: str
+    regex: re.Pattern[str]
+    fields: list[str]  # of its groups
+
+
 @cache
-def patterns() -> list[tuple[str, str, re.Pattern[str], list[str]]]:
-    """Return (kind, thread, pattern, fields) of every template of a story."""
+def story_patterns() -> list[StoryPattern]:
+    """Return the patterns of all templates of a story."""
     kinds = {"opening": {"": OPENINGS}, "incident": {"": INCIDENTS}, "ending": {"": ENDINGS}}
     kinds |= {"state": STATEMENTS, "pay": PAYOFFS}
-    found = []
+    patterns = []
     for kind, banks in kinds.items():
         for thread, (templates, _) in banks.items():
-            found += [(kind, thread, *pattern(template)) for template in templates]
-    return found
+            for template in templates:
+                patterns.append(StoryPattern(kind, thread, *pattern_of(template)))
+    return patterns
 
 
-def statements(story: str) -> list[Statement]:
+def find_statements(story: str) -> list[Statement]:
     """Return what the templates find in a story's prose, in its order."""
-    found = []
-    for kind, thread, regex, fields in patterns():
+    statements = []
+    for kind, thread, regex, fields in story_patterns():
         for match in regex.finditer(story):
             values = defaultdict(list)
             for field, value in zip(fields, match.groups(), strict=True):
                 if value is not None:
                     values[field].append(value.lower())
-            found.append(Statement(kind, thread, match.span(), dict(values)))
-    return sorted(found, key=lambda reading: reading.span)
+            statements.append(Statement(kind, thread, match.span(), dict(values)))
+    return sorted(statements, key=lambda statement: statement.span)
 
 
 class Verdict(NamedTuple):
@@ -119,83 +129,92 @@ class Verdict(NamedTuple):
     right: int
 
 
-def misnames(reading: Statement, female: dict[str, bool]) -> bool:
-    """Whether a pronoun isn't that of its person; who isn't known yet is what the first pronoun says."""
-    wrong = False
-    for field, pronouns in reading.values.items():
+def has_wrong_pronoun(statement: Statement, female: dict[str, bool]) -> bool:
+    """Return whether a pronoun isn't that of its person. A person who isn't in `female`, by name, is added as the first
+    pronoun says."""
+    is_wrong = False
+    for field, pronouns in statement.values.items():
         person, dot, _ = field.partition(".")
-        if dot and person in reading.values:
-            name = reading.values[person][0]
+        if dot and person in statement.values:
+            name = statement.values[person][0]
             for pronoun in pronouns:
                 she = pronoun in ("she", "her")
                 if female.setdefault(name, she) != she:
-                    wrong = True
-    return wrong
+                    is_wrong = True
+    return is_wrong
 
 
-def contradicts(reading: Statement, known: dict[str, str]) -> bool:
-    """Whether a statement says of its thread, field by field, something else than what is known; the rest it adds."""
-    wrong = False
-    for field, said in reading.values.items():
-        if "." in field or field in FREE.get(reading.thread, ""):
+def contradicts(statement: Statement, known: dict[str, str]) -> bool:
+    """Return whether a statement contradicts what is known of its thread, field by field. Fields that aren't known yet
+    are added."""
+    is_wrong = False
+    for field, values in statement.values.items():
+        if "." in field or field in INTERCHANGEABLE.get(statement.thread, ""):
             continue
-        if {*said} != {known.setdefault(field, said[0])}:
-            wrong = True
-    return wrong
+        if {*values} != {known.setdefault(field, values[0])}:
+            is_wrong = True
+    return is_wrong
 
 
 def judge(story: str) -> Verdict:
     """Read a story's prose back, and compare what its sentences say."""
-    found = statements(story)
-    sexes = {p.name.lower(): p.they == "she" for people in corpus.PEOPLE.values() for p in people}
-    opening = [reading for reading in found if reading.kind == "opening"]
-    travellers = {name for reading in opening for name in reading.said("a", "b")}
-    towns = {name for reading in opening for name in reading.said("town")}
-    told = defaultdict(dict)  # what is known, by thread and field
+    statements = find_statements(story)
+    female = {}
+    for people in corpus.PEOPLE.values():
+        female |= {person.name.lower(): person.they == "she" for person in people}
+    travellers, towns, threads_paid = set(), set(), set()
+    for statement in statements:
+        if statement.kind == "opening":
+            travellers |= statement.said("a", "b")
+            towns |= statement.said("town")
+        if statement.kind == "pay":
+            threads_paid.add(statement.thread)
+    known = defaultdict(dict)  # by thread and field
     faults, unread, paid = set(), list(story), []
-    for reading in found:
-        begin, end = reading.span
+    for statement in statements:
+        begin, end = statement.span
         unread[begin:end] = " " * (end - begin)
-        thread = reading.thread
-        if reading.said(*FREE.get(thread, "")) - travellers or reading.said("town") - towns:
+        thread = statement.thread
+        doers = statement.said(*INTERCHANGEABLE.get(thread, ""))
+        if doers - travellers or statement.said("town") - towns:
             faults.add("stranger")
-        if reading.said("c", "d") & travellers:
+        if statement.said("c", "d") & travellers:
             faults.add("two roles")
-        if misnames(reading, sexes):
+        if has_wrong_pronoun(statement, female):
             faults.add("he or she")
         if not thread:
             continue
-        stated = thread in told
-        wrong = contradicts(reading, told[thread])
-        if wrong:
+        stated = thread in known
+        is_wrong = contradicts(statement, known[thread])
+        if is_wrong:
             faults.add(thread)
-        if reading.kind == "pay":
-            paid.append(stated and not wrong)
+        if statement.kind == "pay":
+            paid.append(stated and not is_wrong)
             if not stated:
                 faults.add("from nowhere")
-    if len(told.keys() - {reading.thread for reading in found if reading.kind == "pay"}) > 1:
+    if len(known.keys() - threads_paid) > 1:
         faults.add("left open")
     if "".join(unread).strip():
         faults.add("unread")
     return Verdict(sorted(faults), len(paid), sum(paid))
 
 
-def openings(split: str, n: int) -> list[str]:
+def story_openings(split: str, n: int) -> list[str]:
     """Return the first sentences of n stories of a split: who sets out, and from where."""
     pens = (corpus.Pen(split, f"told/{i}") for i in range(n))
     return [pen.write_sentence(OPENINGS, **corpus.draw_plot(pen).values) for pen in pens]
 
 
-def written(
+def continue_prompts(
     model: GPT, tokenizer: Encoding, prompts: list[Sequence[int]], **options: object
 ) -> list[str]:
     """Return the text that a model writes after each of some prompts of as many tokens."""
-    new = generate(model, torch.tensor(prompts), 400, stop_id=tokenizer.eot_token, **options)
-    rows = torch.cat([*new], dim=1).tolist()
+    tokens = generate(model, torch.tensor(prompts), 400, stop_id=tokenizer.eot_token, **options)
+    rows = torch.cat([*tokens], dim=1).tolist()
     return [tokenizer.decode(row).partition("<|endoftext|>")[0] for row in rows]
 
 
-def write(
+def finish_stories(
     model: GPT, tokenizer: Encoding, prompts: list[str], temperature: float = 0.0
 ) -> list[str]:
     """Return the prompts, each with the rest of a story's prose as the model goes on."""
@@ -204,7 +223,7 @@ def write(
     stories = {}
     for _, group in groupby(sorted({*encoded}, key=lambda ids: (len(ids), ids)), key=len):
         batch = list(group)
-        stories |= zip(batch, written(model, tokenizer, batch, **options), strict=True)
+        stories |= zip(batch, continue_prompts(model, tokenizer, batch, **options), strict=True)
     texts = [stories[ids].partition("\n\n")[0] for ids in encoded]
     return [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
 

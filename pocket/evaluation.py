@@ -19,7 +19,7 @@ from support.statistics import kl
 
 
 @torch.inference_mode()
-def answers(
+def score_answers(
     model: nn.Module, tokenizer: Encoding, questions: list[corpus.Question]
 ) -> tuple[float, float]:
     """Return the mean loss on the answers' tokens (nats) and the share that greedy decoding gets right, to the end.
@@ -34,20 +34,20 @@ def answers(
         ids = torch.tensor([prompt + answer], device=device)
         logits = model(ids)[0, len(prompt) - 1 :].float().cpu()
         nats.append(F.cross_entropy(logits[:-1], torch.tensor(answer), reduction="none"))
-        *best, end = logits.argmax(-1).tolist()
-        ends = tokenizer.decode([end]).startswith(("\n", "<|endoftext|>"))
-        right += best == answer and ends
+        *likeliest, end_token = logits.argmax(-1).tolist()
+        line_ends = tokenizer.decode([end_token]).startswith(("\n", "<|endoftext|>"))
+        right += likeliest == answer and line_ends
     return torch.cat(nats).mean().item(), right / len(questions)
 
 
 @torch.inference_mode()
-def nats_of(model: nn.Module, tokens: list[int]) -> Tensor:
+def token_losses(model: nn.Module, tokens: list[int]) -> Tensor:
     """Return the loss (T - 1,) on each token but the first, of as many as the context holds."""
     ids = torch.tensor([tokens[: model.config.n_ctx]], device=model.wte.weight.device)
     return F.cross_entropy(model(ids[:, :-1])[0].float(), ids[0, 1:], reduction="none")
 
 
-def rows_of(tokenizer: Encoding, n: int, length: int) -> list[list[int]]:
+def held_out_rows(tokenizer: Encoding, n: int, length: int) -> list[list[int]]:
     """Return n held-out documents, one after the other, in rows of so many tokens."""
     tokens = []
     for document in corpus.documents("test", n):
@@ -60,7 +60,7 @@ def perplexity(model: nn.Module, tokenizer: Encoding, split: str) -> float:
     nats = []
     for document in corpus.documents(split, 300):
         tokens = tokenizer.encode_ordinary(document.text)
-        nats.append(nats_of(model, [*tokens, tokenizer.eot_token]))
+        nats.append(token_losses(model, [*tokens, tokenizer.eot_token]))
     return torch.cat(nats).mean().exp().item()
 
 
@@ -69,7 +69,7 @@ def list_losses(model: nn.Module, tokenizer: Encoding) -> list[float]:
     parts = [], []
     for texts in corpus.repeated_lists("test", 100):
         first, second = map(tokenizer.encode_ordinary, texts)
-        nats = nats_of(model, first + second)
+        nats = token_losses(model, first + second)
         parts[0].append(nats[: len(first) - 1])
         parts[1].append(nats[len(first) - 1 :])
     return [torch.cat(part).mean().item() for part in parts]
@@ -87,10 +87,10 @@ def name_losses(model: nn.Module, tokenizer: Encoding) -> tuple[float, float]:
             continue
         tokens = tokenizer.encode_ordinary(document.text)[: model.config.n_ctx]
         text, starts = tokenizer.decode_with_offsets(tokens)
-        nats, met = nats_of(model, tokens).tolist(), set()
+        nats, mentioned = token_losses(model, tokens).tolist(), set()
         for mention in name.finditer(text):
-            losses = later if mention[0] in met else first
-            met.add(mention[0])
+            losses = later if mention[0] in mentioned else first
+            mentioned.add(mention[0])
             for i, start in enumerate(starts):
                 if mention.start() < start < mention.end():
                     losses[mention[0]].append(nats[i - 1])
@@ -102,7 +102,7 @@ def evaluate(model: nn.Module, tokenizer: Encoding) -> dict[str, float]:
     figures = {"perplexity": perplexity(model, tokenizer, "test")}
     closed_book, recall = corpus.closed_book_questions("test"), corpus.recall_questions("test", 300)
     for name, questions in (("closed_book", closed_book), ("recall", recall)):
-        nats, share = answers(model, tokenizer, questions)
+        nats, share = score_answers(model, tokenizer, questions)
         figures |= {f"{name}_share": share, f"{name}_nats": nats}
     first, later = name_losses(model, tokenizer)
     figures |= {"name_first_nats": first, "name_nats": later}
@@ -117,7 +117,8 @@ def windowed(window: int, sinks: int = 0) -> type[bounded.GPT]:
         def forward(
             self, ids: Tensor, cache: KVCache | None = None, last_only: bool = False
         ) -> Tensor:
-            cache = bounded.SlidingWindowCache(window, sinks) if cache is None else cache
+            if cache is None:
+                cache = bounded.SlidingWindowCache(window, sinks)
             return super().forward(ids, cache, last_only)
 
     return Windowed
@@ -126,8 +127,9 @@ def windowed(window: int, sinks: int = 0) -> type[bounded.GPT]:
 def window_of_equal_bytes(config: bounded.BCTConfig) -> int:
     """Return how many tokens' keys and values take at least the bytes of a BCT's memory; a ring has a spare one."""
     D, M = config.head_dim, config.slots
-    slot = 2 * D + 1 if config.rule == "mean" else 2 * D
-    return math.ceil((M * slot + config.recent * (2 * D + 1 + M)) / (2 * D))
+    slot_size = 2 * D + 1 if config.rule == "mean" else 2 * D
+    recent_size = config.recent * (2 * D + 1 + M)
+    return math.ceil((M * slot_size + recent_size) / (2 * D))
 
 
 @torch.inference_mode()
@@ -135,18 +137,19 @@ def divergences(teacher: GPT, student: GPT, tokenizer: Encoding) -> dict[str, fl
     """Return the mean KL(teacher || student) in nats, on held-out texts after a prompt of 3/8 of the context, by what
     the student reads: its own cache, the teacher's of the prompt, or one that is refreshed every so many tokens."""
     n_ctx = student.config.n_ctx
-    prompt, at = 3 * n_ctx // 8, torch.arange(n_ctx)
-    rows = torch.tensor(rows_of(tokenizer, 150, n_ctx)[:24])
-    cache, found = KVCache(), {}
+    prompt_end, positions = 3 * n_ctx // 8, torch.arange(n_ctx)
+    rows = torch.tensor(held_out_rows(tokenizer, 150, n_ctx)[:24])
+    cache, mean_kl = KVCache(), {}
     expected = teacher(rows, cache)
     strides = {"alone": 0, "teacher's prompt": n_ctx} | {f"every {n}": n for n in (64, 16, 4)}
     for name, stride in strides.items():
-        start = torch.zeros_like(at)
+        start = torch.zeros_like(positions)
         if stride:
-            start = torch.where(at < prompt, 0, prompt + (at - prompt) // stride * stride)
+            refreshed_at = prompt_end + (positions - prompt_end) // stride * stride
+            start = torch.where(positions < prompt_end, 0, refreshed_at)
         nats = kl(expected, student(rows, SegmentCache(cache, start.expand_as(rows))))
-        found[name] = nats[:, prompt:].mean().item()
-    return found
+        mean_kl[name] = nats[:, prompt_end:].mean().item()
+    return mean_kl
 
 
 def measure(recipe: Recipe, model: nn.Module) -> dict:
@@ -163,12 +166,12 @@ def measure(recipe: Recipe, model: nn.Module) -> dict:
             model = load_model(recipe.init, model_class=windowed(tokens - sinks, sinks))
             figures[name] = evaluate(model, tokenizer) | {"tokens": tokens}
         return figures
-    openings = coherence.openings("test", 200)
+    openings = coherence.story_openings("test", 200)
     for name, temperature in (("", 0.0), ("sampled_", 0.8)):
-        stories = coherence.write(model, tokenizer, openings, temperature)
+        stories = coherence.finish_stories(model, tokenizer, openings, temperature)
         figures |= {name + key: share for key, share in coherence.measure(stories).items()}
-    rows = rows_of(tokenizer, 300, recipe.config.n_ctx)
-    nats = torch.stack([nats_of(model, row) for row in rows])
+    rows = held_out_rows(tokenizer, 300, recipe.config.n_ctx)
+    nats = torch.stack([token_losses(model, row) for row in rows])
     figures["perplexity_before_512"] = nats[:, 256:512].mean().exp().item()
     figures["perplexity_after_512"] = nats[:, 512:].mean().exp().item()
     return figures

@@ -94,14 +94,14 @@ class Change(Recipe):
     init: str = "pocket"
     text: str | None = None
 
-    def read(self, model: nn.Module, teacher: GPT, batch: Batch) -> tuple[Tensor, Tensor]:
+    def predict(self, model: nn.Module, teacher: GPT, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the logits (B, T, V) of the teacher and of the model."""
         rows = batch.rows[:, :-1]
         return teacher(rows), model(rows)
 
     def losses(self, model: nn.Module, teacher: GPT, batch: Batch) -> Tensor:
         """Return KL(teacher || model) (B, T) in nats."""
-        return kl(*self.read(model, teacher, batch))
+        return kl(*self.predict(model, teacher, batch))
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Distillation(Change):
     def name(self) -> str:
         return "bct-sum" if self.config.rule == "sum" else "bct"
 
-    def read(self, model: nn.Module, teacher: GPT, batch: Batch) -> tuple[Tensor, Tensor]:
+    def predict(self, model: nn.Module, teacher: GPT, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the logits (B, T, V) of both. The model has first read the texts before the rows, without a gradient;
         the teacher never has."""
         cache, rows = bounded.BoundedMemory(), batch.rows[:, :-1]
@@ -134,17 +134,17 @@ class SegmentCache(KVCache):
     def __init__(self, teacher: KVCache, start: Tensor) -> None:
         super().__init__()
         self.teacher = teacher
-        at = torch.arange(start.size(1), device=start.device)
-        before = start[..., None] > at  # (B, T, T), the teacher's tokens that each token sees
-        own = ~before & (at <= at[:, None])
+        pos = torch.arange(start.size(1), device=start.device)
+        before = start[..., None] > pos  # (B, T, T), the teacher's tokens that each token sees
+        own = ~before & (pos <= pos[:, None])
         self.mask = torch.cat([before, own], -1)[:, None]  # (B, 1, T, 2 T)
 
     def append(
         self, layer: int, k: Tensor, v: Tensor, pos: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the keys and values (B, H, 2 T, D) of both."""
-        old_k, old_v = self.teacher.layers[layer].to(k)
-        return torch.cat([old_k, k], 2), torch.cat([old_v, v], 2), self.mask
+        teacher_k, teacher_v = self.teacher.layers[layer].to(k)
+        return torch.cat([teacher_k, k], 2), torch.cat([teacher_v, v], 2), self.mask
 
 
 @dataclass(frozen=True)
@@ -162,13 +162,14 @@ class Pruning(Change):
 
     @property
     def name(self) -> str:
-        kind = "dropout" if self.config.dropout else self.mode
-        return self.kind if kind == KINDS[0] else f"{self.kind}-{kind}"
+        student_kind = "dropout" if self.config.dropout else self.mode
+        return self.kind if student_kind == KINDS[0] else f"{self.kind}-{student_kind}"
 
-    def read(self, model: nn.Module, teacher: GPT, batch: Batch) -> tuple[Tensor, Tensor]:
+    def predict(self, model: nn.Module, teacher: GPT, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the logits (B, T, V) of both, with segments that begin where the batch has them."""
         cache, rows = KVCache(), batch.rows[:, :-1]
-        return teacher(rows, cache), model(rows, SegmentCache(cache, batch.segments))
+        expected = teacher(rows, cache)
+        return expected, model(rows, SegmentCache(cache, batch.segments))
 
 
 STUDENT_WIDTH = 0.55  # of the teacher's hidden size and MLP
@@ -194,41 +195,45 @@ LLAMA = LlamaRecipe(  # as many parameters but for a few hundred, a third of the
     TEACHER.documents,
 )
 MEMORY = {"slots": 24, "recent": 8}
-PAPER = {"rule": "sum", "slots": 32, "recent": 0}  # the BCT of its paper
-SHORT = 512  # tokens of a row in the first two thirds of a fine-tuning, which are faster
+PAPER_MEMORY = {"rule": "sum", "slots": 32, "recent": 0}  # the BCT of its paper
+SHORT_CONTEXT = 512  # tokens of a row in the first two thirds of a fine-tuning, which are faster
 
 
 def phases_of(
     config: GPTConfig, steps: int, lr: float, answers: float, text: str | None = None
 ) -> tuple[Phase, ...]:
-    """The phases of a model that begins as another: of a text; or of documents, two thirds of the steps in short rows,
-    the last third in long ones of unshuffled documents. A text has no answers; and what other models predict of
-    shuffled vocabulary is nothing to learn."""
+    """Return the phases of a model that begins as another.
+
+    On a file they are one, without weights of answers, which a text of one's own doesn't mark. On documents the first
+    two thirds of the steps read short rows, some of them shuffled, and the last third long ones.
+    """
     if text:
         return (Phase(steps, 8, 0, config.n_ctx, lr),)
-    long = steps // 3 if config.n_ctx > SHORT else 0
-    short = min(SHORT, config.n_ctx)
-    first = Phase(steps - long, 3, 0, short, lr, shuffled=1, answers=answers)
-    last = Phase(long, 2, 0, config.n_ctx, lr, answers=answers)
-    return (first, last) if long else (first,)
+    short_context = min(SHORT_CONTEXT, config.n_ctx)
+    long_steps = steps // 3 if config.n_ctx > SHORT_CONTEXT else 0
+    short = Phase(steps - long_steps, 3, 0, short_context, lr, shuffled=1, answers=answers)
+    long = Phase(long_steps, 2, 0, config.n_ctx, lr, answers=answers)
+    return (short, long) if long_steps else (short,)
 
 
 def distillation(
     init: str, config: GPTConfig, steps: int | None = None, text: str | None = None, **memory: Any
 ) -> Distillation:
-    """The recipe that gives a trained model of this geometry a bounded memory."""
-    phases = phases_of(config, steps or 4_000, 6e-4, 8.0, text)
+    """Return the recipe that gives a trained model of this geometry a bounded memory."""
+    if steps is None:
+        steps = 4_000
+    phases = phases_of(config, steps, 6e-4, 8.0, text)
     return Distillation(bounded.BCTConfig(**vars(config), **memory), phases, init=init, text=text)
 
 
 def pruning(
     init: str, config: GPTConfig, steps: int | None, kind: str, text: str | None = None
 ) -> Pruning:
-    """The recipe that gives a trained model of this geometry a student of one of KINDS; pocket's with dropout goes on
-    from the one without, since on a CPU dropout takes four times as long."""
-    begin, lr, usual = None, 1e-3, 3_000
+    """Return the recipe that gives a trained model of this geometry a student of one of KINDS; pocket's with dropout
+    goes on from the one without, since on a CPU dropout takes four times as long."""
+    begin, lr, default_steps = None, 1e-3, 3_000
     if (init, kind) == ("pocket", "dropout"):
-        begin, lr, usual = "pocket-student", 4e-4, 600
+        begin, lr, default_steps = "pocket-student", 4e-4, 600
     mode, dropout = ("segments", DROPOUT) if kind == "dropout" else (kind, 0.0)
     narrow = replace(
         config,
@@ -236,7 +241,7 @@ def pruning(
         n_inner=8 * round(STUDENT_WIDTH * config.n_inner / 8),
         dropout=dropout,
     )
-    phases = phases_of(config, steps or usual, lr, 4.0, text)
+    phases = phases_of(config, default_steps if steps is None else steps, lr, 4.0, text)
     return Pruning(narrow, phases, init=init, text=text, mode=mode, begin=begin)
 
 
@@ -252,22 +257,30 @@ class Step(NamedTuple):
 def schedule(recipe: Recipe) -> list[Step]:
     """Return all steps of a recipe. Consecutive phases of the same lr are a course: a linear warm-up and, with
     documents, a cosine to a tenth."""
-    found = []
+    steps = []
     courses = groupby(recipe.phases, key=lambda phase: (phase.lr, phase.documents > 0))
-    for (lr, reads), phases in courses:
+    for (lr, has_documents), phases in courses:
         course = [(phase, i) for phase in phases for i in range(phase.steps)]
         for step, (phase, i) in enumerate(course):
-            fall = 0.55 + 0.45 * math.cos(math.pi * step / len(course)) if reads else 1.0
-            rate = lr * min(1.0, (step + 1) / recipe.warmup) * fall
+            decay = 1.0
+            if has_documents:
+                decay = 0.55 + 0.45 * math.cos(math.pi * step / len(course))
+            step_lr = lr * min(1.0, (step + 1) / recipe.warmup) * decay
             progress = i / phase.steps
             if any(phase.long) and i % 5 == 4:
-                rows = dict(zip(("documents", "lists", "shuffled"), phase.long, strict=True))
-                phase = replace(phase, **rows, context=recipe.config.n_ctx)
-            found.append(Step(phase, progress, rate))
-    return found
+                documents, lists, shuffled = phase.long
+                phase = replace(
+                    phase,
+                    documents=documents,
+                    lists=lists,
+                    shuffled=shuffled,
+                    context=recipe.config.n_ctx,
+                )
+            steps.append(Step(phase, progress, step_lr))
+    return steps
 
 
-def size_of(recipe: Recipe) -> tuple[int, int]:
+def steps_and_tokens(recipe: Recipe) -> tuple[int, int]:
     """Return a recipe's steps and how many tokens they read."""
     steps = schedule(recipe)
     return len(steps), sum(step.phase.rows * step.phase.context for step in steps)

@@ -15,20 +15,20 @@ from pocket.batches import Corpus
 from pocket.recipes import Pruning, Recipe
 from support.geometry import kv_heads
 
-MOST_KEYS = 3000  # of a head, among which the slots' addresses begin
+MAX_KEYS = 3000  # of a head, among which the slots' addresses begin
 
 
-def heads(model: GPT | Llama, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return views of a layer's weights by heads: queries (H, C, D), keys and values (K, C, D) each, and what writes
-    to the stream (H, D, C)."""
+def weights_by_head(model: GPT | Llama, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return views of a layer's weights by heads: queries (H, C, D), keys and values (K, C, D) each, and outputs to the
+    residual stream (H, D, C)."""
     config, attention = model.config, model.h[layer].attn
     H, K, D = config.n_head, kv_heads(config), config.head_dim
     joined = attention.c_attn.weight.unflatten(1, (H + 2 * K, D)).movedim(1, 0)
     return *joined.split([H, K, K]), attention.c_proj.weight.unflatten(0, (H, D))
 
 
-def make_room(model: GPT | Llama, parts: Sequence[slice]) -> None:
-    """Let tokens say little in these parts of the width; from layer 1 on, heads write what they read, up to a
+def quiet_parts(model: GPT | Llama, parts: Sequence[slice]) -> None:
+    """Scale the embeddings down in these parts of the width; from layer 1 on, let heads write what they read, up to a
     projection."""
     # large, so that a step of training changes it little; ln_f keeps the logits as they were
     model.wte.weight *= 5
@@ -36,8 +36,8 @@ def make_room(model: GPT | Llama, parts: Sequence[slice]) -> None:
     for part in parts:
         model.wte.weight[:, part] *= 0.1
     for layer in range(1, model.config.n_layer):
-        *_, value, write = heads(model, layer)
-        write.copy_(value.mT.repeat_interleave(len(write) // len(value), dim=0))
+        *_, value, output = weights_by_head(model, layer)
+        output.copy_(value.mT.repeat_interleave(len(output) // len(value), dim=0))
 
 
 @torch.no_grad()
@@ -61,14 +61,14 @@ def start_as_copier(model: GPT) -> None:
 
     frequency = 1000.0 ** -torch.linspace(0, 1, P // 2)
     angle = torch.arange(model.config.n_ctx)[:, None] * frequency
-    make_room(model, (position, *back))
+    quiet_parts(model, (position, *back))
     model.wpe.weight *= 0.1
     model.wpe.weight[:, position] = 0.25 * torch.cat([angle.sin(), angle.cos()], dim=1)
 
-    layer, i = heads(model, 0), torch.arange(n)
+    first_layer, i = weights_by_head(model, 0), torch.arange(n)
     sin, cos = i, i + P // 2  # of the n highest frequencies: they tell neighbours apart
     for head in (0, 1):
-        query, key, value, write = (part[head].zero_() for part in layer)
+        query, key, value, write = (part[head].zero_() for part in first_layer)
         turn = (head + 1) * frequency[:n]
         key[sin, i] = 2.5
         key[cos, n + i] = 2.5
@@ -79,7 +79,7 @@ def start_as_copier(model: GPT) -> None:
         value[content, :n] = project
         write[:n, back[head]] = 0.5 * torch.eye(n)
 
-    query, key, value, write = (part[0].zero_() for part in heads(model, 1))
+    query, key, value, write = (part[0].zero_() for part in weights_by_head(model, 1))
     query[content, :n] = 4 * project
     key[back[0], :n] = 4 * torch.eye(n)
     query[back[0], n:D] = 2 * torch.eye(n)
@@ -106,12 +106,12 @@ def start_llama_as_copier(model: Llama) -> None:
     project = torch.randn(W, n) / math.sqrt(W)
     fast = torch.arange(D) % n < n // 2  # numbers i and n + i are a pair
 
-    make_room(model, back)
+    quiet_parts(model, back)
     model.wte.weight[:, -1] = 0.5  # the constant
 
-    query, key, value, write = heads(model, 0)
-    for old in (query[:2], key[0], value[0], write[:2]):
-        old.zero_()
+    query, key, value, write = weights_by_head(model, 0)
+    for weights in (query[:2], key[0], value[0], write[:2]):
+        weights.zero_()
     key[0, -1, fast] = 1.0
     value[0, content, :n] = project
     for head in (0, 1):
@@ -119,12 +119,12 @@ def start_llama_as_copier(model: Llama) -> None:
         query[head, -1] = rotate(key[0, -1].view(1, 1, 1, D), ahead).flatten()
         write[head, :n, back[head]] = 0.5 * torch.eye(n)
 
-    query, key, value, write = heads(model, 1)
-    sought = (content, 4 * project), (back[0], 4 * torch.eye(n))
-    for shared, (part, matrix) in enumerate(sought):
+    query, key, value, write = weights_by_head(model, 1)
+    searches = (content, 4 * project), (back[0], 4 * torch.eye(n))
+    for shared, (part, matrix) in enumerate(searches):
         head = shared * config.n_head // config.n_kv_head  # the first of the group
-        for old in (query[head], key[shared], value[shared], write[head]):
-            old.zero_()
+        for weights in (query[head], key[shared], value[shared], write[head]):
+            weights.zero_()
         query[head, part, ~fast] = matrix
         key[shared, back[shared], ~fast] = 4 * torch.eye(n)
         value[shared, content, :n] = project
@@ -138,9 +138,9 @@ def k_means(points: Tensor, k: int, generator: torch.Generator, rounds: int = 15
     for _ in range(rounds):
         nearest = torch.cdist(points, centres).argmin(dim=1)
         for i in range(k):
-            mine = points[nearest == i]
-            other = points[torch.randint(len(points), (1,), generator=generator)]
-            centres[i] = (mine if len(mine) else other).mean(dim=0)
+            members = points[nearest == i]
+            replacement = points[torch.randint(len(points), (1,), generator=generator)]
+            centres[i] = (members if len(members) else replacement).mean(dim=0)
     return centres
 
 
@@ -159,48 +159,53 @@ def start_memory(model: bounded.BCT, plain: GPT, ids: Tensor, generator: torch.G
         if query.bias is not None:
             query.bias.copy_(attention.bias.chunk(3)[1])
         keys = keys.transpose(0, 1).flatten(1, 2).cpu()  # (H, B * T, D)
-        keys = keys[:, torch.randperm(keys.size(1), generator=generator)[:MOST_KEYS]]
+        keys = keys[:, torch.randperm(keys.size(1), generator=generator)[:MAX_KEYS]]
         centres = torch.stack([k_means(head, model.config.slots, generator) for head in keys])
         block.memory.addresses.copy_(centres - keys.mean(dim=1, keepdim=True))
 
 
 @torch.no_grad()
-def pruned(teacher: GPT, config: GPTConfig, ids: Tensor) -> GPT:
+def prune(teacher: GPT, config: GPTConfig, ids: Tensor) -> GPT:
     """Return a narrower model: of the teacher's hidden dimensions and, layer by layer, MLP neurons, those that are most
     active (mean absolute value) on texts ids (B, T)."""
     activity = {}
 
-    def record(layer: nn.Module, given: tuple[Tensor]) -> None:
-        activity[layer] = given[0].abs().mean((0, 1))
+    def record_activity(layer: nn.Module, inputs: tuple[Tensor]) -> None:
+        activity[layer] = inputs[0].abs().mean((0, 1))
 
     readers = [layer for block in teacher.h for layer in (block.attn.c_attn, block.mlp.c_fc)]
     writers = [block.mlp.c_proj for block in teacher.h]
-    hooks = [layer.register_forward_pre_hook(record) for layer in readers + writers]
+    hooks = [layer.register_forward_pre_hook(record_activity) for layer in readers + writers]
     teacher(ids)
     for hook in hooks:
         hook.remove()
     # the most active dimensions, in their order
-    active = sum(activity[layer] for layer in readers)
-    wide = active.topk(config.n_embd).indices.sort().values
-    inner = [activity[layer].topk(config.n_inner).indices.sort().values for layer in writers]
-    kept = {}
-    for name, p in teacher.named_parameters():
-        neurons = inner[int(name.split(".")[1])] if ".mlp." in name else None
+    stream_activity = sum(activity[layer] for layer in readers)
+    active_dimensions = stream_activity.topk(config.n_embd).indices.sort().values
+    active_neurons = []
+    for layer in writers:
+        active_neurons.append(activity[layer].topk(config.n_inner).indices.sort().values)
+    parameters = {}
+    for name, parameter in teacher.named_parameters():
+        neurons = active_neurons[int(name.split(".")[1])] if ".mlp." in name else None
         if name.endswith(("c_attn.weight", "c_fc.weight")):  # read the residual stream
-            p = p[wide]
+            parameter = parameter[active_dimensions]
         elif name.endswith("mlp.c_proj.weight"):
-            p = p[neurons]
+            parameter = parameter[neurons]
         if ".c_fc." in name:
-            p = p[..., neurons]
+            parameter = parameter[..., neurons]
         elif ".c_attn." not in name:  # all others write to the stream, or are as wide
-            p = p[..., wide]
-        kept[name] = p
+            parameter = parameter[..., active_dimensions]
+        parameters[name] = parameter
     student = GPT(config)
-    student.load_state_dict(kept, strict=False)  # which names lm_head, the same as wte, once more
+    # strict would want lm_head, which is wte, by its own name too
+    student.load_state_dict(parameters, strict=False)
     return student.to(ids.device)
 
 
-def start(recipe: Recipe, text: Corpus, device: torch.device) -> tuple[nn.Module, nn.Module | None]:
+def initial_models(
+    recipe: Recipe, text: Corpus, device: torch.device
+) -> tuple[nn.Module, nn.Module | None]:
     """Return the model as training begins, and the teacher that it learns from, if any."""
     torch.manual_seed(0)
     if recipe.init is None:
@@ -212,15 +217,15 @@ def start(recipe: Recipe, text: Corpus, device: torch.device) -> tuple[nn.Module
         return model.to(device).train(), None
     teacher = load_model(recipe.init, model_class=GPT, device=device).requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
-    rows, _ = text.batch(replace(recipe.phases[0], documents=16, shuffled=0), generator)
-    sample = rows[:, :-1].to(device)
+    rows, _ = text.draw_rows(replace(recipe.phases[0], documents=16, shuffled=0), generator)
+    sample_ids = rows[:, :-1].to(device)
     if isinstance(recipe, Pruning):
-        model = pruned(teacher, recipe.config, sample)
+        model = prune(teacher, recipe.config, sample_ids)
         if recipe.begin:
             model.load_state_dict(load_model(recipe.begin, model_class=GPT).state_dict())
     else:
         model = recipe.model_class(recipe.config)
         model.load_state_dict(teacher.state_dict(), strict=False)
         if recipe.clusters:
-            start_memory(model, teacher, sample, generator)
+            start_memory(model, teacher, sample_ids, generator)
     return model.to(device).train(), teacher

@@ -26,9 +26,9 @@ def train_tokenizer(path: Path) -> None:
     texts = (document.text for document in corpus.documents("train", 20_000))
     tokenizer.train_from_iterator(texts, VOCABULARY - 1, min_frequency=0, show_progress=False)
 
-    tokens = [bytes([b]) for b in range(256)]
-    byte_of = {char: byte for byte, char in enumerate(byte_characters())}
+    tokens = [bytes([byte]) for byte in range(256)]
+    byte_of = {character: byte for byte, character in enumerate(byte_characters())}
     for left, right in json.loads(tokenizer.to_str())["model"]["merges"]:
-        tokens.append(bytes(byte_of[char] for char in left + right))
+        tokens.append(bytes(byte_of[character] for character in left + right))
     lines = (base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
     write_atomically(path, lambda file: file.write_bytes(b"".join(lines)))

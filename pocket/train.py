@@ -53,7 +53,7 @@ def recipe_of(args: argparse.Namespace) -> recipes.Recipe:
     config = load_model(args.init, model_class=GPT).config
     if args.action == "student":
         return recipes.pruning(args.init, config, args.steps, args.kind, args.text)
-    memory = recipes.PAPER if args.rule == "sum" else recipes.MEMORY
+    memory = recipes.PAPER_MEMORY if args.rule == "sum" else recipes.MEMORY
     return recipes.distillation(args.init, config, args.steps, args.text, **memory)
 
 

@@ -3,6 +3,7 @@
 import os
 import time
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model
 from pocket.batches import RANK, Corpus, batch_at
 from pocket.recipes import Batch, Recipe, schedule
-from pocket.starts import start
+from pocket.starts import initial_models
 from support.files import regular, write_atomically
 from support.fingerprints import fingerprint
 
@@ -29,59 +30,63 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
     """
     if "RANK" in os.environ and not dist.is_initialized():  # under torchrun
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    plan = schedule(recipe)[:stop_at]
-    rows = min(step.phase.rows for step in plan)
+    planned_steps = schedule(recipe)[:stop_at]
+    rows = min(step.phase.rows for step in planned_steps)
     if rows < PROCESSES:
         raise ValueError(f"{PROCESSES} processes are too many for batches of {rows} rows")
     # one after the other: none is kept in memory
     origins = (load_model(name, model_class=GPT) for name in (recipe.init, recipe.begin) if name)
     identity = "; ".join([repr(recipe), *map(fingerprint, origins)])
-    path, state = run / "last.pt", None
-    if path.exists():
-        state = read_state(path)
-        if state["recipe"] != identity:
+    state_path = run / "last.pt"
+    saved_state = None
+    if state_path.exists():
+        saved_state = read_state(state_path)
+        if saved_state["recipe"] != identity:
             raise ValueError(
-                f"{path} is of another recipe, or of other weights; move it away to start anew"
+                f"{state_path} is of another recipe, or of other weights; move it away to start anew"
             )
-    device, native = torch.device("cpu"), torch.cpu.get_capabilities().get("avx512_bf16", False)
+    device = torch.device("cpu")
+    has_bfloat16 = torch.cpu.get_capabilities().get("avx512_bf16", False)
     if torch.cuda.is_available():
-        device, native = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), True
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        has_bfloat16 = True
     # products in bfloat16, but not on a CPU that only emulates it, which takes ten times as long as with float32
-    mixed_precision = torch.autocast(device.type, torch.bfloat16, enabled=native)
+    mixed_precision = torch.autocast(device.type, torch.bfloat16, enabled=has_bfloat16)
     text = Corpus(recipe)
-    model, teacher = start(recipe, text, device)
-    groups = []
-    for name, parameter in model.named_parameters():
-        new = ".memory." in name
-        decay = recipe.weight_decay if parameter.dim() > 1 and not new else 0.0
-        factor = recipe.new_rate if new else 1.0
-        groups.append({"params": [parameter], "weight_decay": decay, "factor": factor})
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
-
+    model, teacher = initial_models(recipe, text, device)
+    optimizer = new_optimizer(recipe, model)
     losses = []
-    if state:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        losses = state["losses"]
+    if saved_state:
+        model.load_state_dict(saved_state["model"])
+        optimizer.load_state_dict(saved_state["optimizer"])
+        losses = saved_state["losses"]
 
     def save() -> None:
-        state = {"recipe": identity, "losses": losses}
-        state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        state = {
+            "recipe": identity,
+            "losses": losses,
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+        }
         if RANK == 0:
-            write_atomically(path, lambda file: torch.save(state, file))
+            write_atomically(state_path, lambda file: torch.save(state, file))
 
-    saved = time.monotonic()
-    parallel = nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
-    steps = range(len(losses), len(plan))
-    bar = tqdm(steps, "training", len(plan), initial=len(losses), disable=RANK > 0)
-    for step in bar:
-        for group in optimizer.param_groups:
-            group["lr"] = plan[step].lr * group["factor"]
-        parts = (part[RANK::PROCESSES].to(device) for part in batch_at(recipe, step, text))
-        batch = Batch(*parts)  # this process's share
+    last_save = time.monotonic()
+    parallel_model = model
+    if dist.is_initialized():
+        parallel_model = nn.parallel.DistributedDataParallel(model)
+    steps = range(len(losses), len(planned_steps))
+    progress_bar = tqdm(
+        steps, "training", len(planned_steps), initial=len(losses), disable=RANK > 0
+    )
+    for step in progress_bar:
+        for parameter_group in optimizer.param_groups:
+            parameter_group["lr"] = planned_steps[step].lr * parameter_group["factor"]
+        whole_batch = batch_at(recipe, step, text)
+        batch = Batch(*(part[RANK::PROCESSES].to(device) for part in whole_batch))
         with mixed_precision:
-            losses_of = recipe.losses(parallel, teacher, batch)
-        loss = (losses_of * batch.weights).sum()
+            token_losses = recipe.losses(parallel_model, teacher, batch)
+        loss = (token_losses * batch.weights).sum()
         optimizer.zero_grad()
         (loss * PROCESSES).backward()  # of which the mean over processes is the sum
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -90,12 +95,26 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
         if dist.is_initialized():
             dist.all_reduce(loss)
         losses.append(loss.item())
-        bar.set_postfix(loss=f"{sum(losses[-50:]) / len(losses[-50:]):.3f}")
-        if time.monotonic() - saved > 300:  # seconds
+        progress_bar.set_postfix(loss=f"{mean(losses[-50:]):.3f}")
+        if time.monotonic() - last_save > 300:  # seconds
             save()
-            saved = time.monotonic()
+            last_save = time.monotonic()
     save()
     return model.eval(), losses
+
+
+def new_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
+    """Return AdamW with a group for each parameter; "factor" is what multiplies the learning rate in it. Matrices decay
+    by the recipe's weight decay, a memory's own parameters never do."""
+    groups = []
+    for name, parameter in model.named_parameters():
+        group = {"params": [parameter], "weight_decay": 0.0, "factor": 1.0}
+        if ".memory." in name:
+            group["factor"] = recipe.new_rate
+        elif parameter.dim() > 1:
+            group["weight_decay"] = recipe.weight_decay
+        groups.append(group)
+    return torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -42,7 +42,9 @@ def test_the_corpus_itself_holds_together(split: str) -> None:
         prose, (_, threads) = corpus.tell_story(corpus.Pen(split, f"read/{i}"), mute=i % 2 == 0)
         paid = len(threads) - (i % 2 == 0)
         assert coherence.judge(prose) == coherence.Verdict([], paid, paid), prose
-        stated = [reading for reading in coherence.statements(prose) if reading.kind == "state"]
+        stated = [
+            reading for reading in coherence.find_statements(prose) if reading.kind == "state"
+        ]
         assert {reading.thread for reading in stated} == {*threads}
 
 
@@ -54,11 +56,11 @@ def test_a_fault_is_found(kind: str, old: str, new: str) -> None:
 
 def test_a_model_goes_on_from_openings_each_by_itself() -> None:
     model = GPT(GPTConfig(vocab_size=VOCABULARY, n_ctx=512, n_layer=1, n_head=1, n_embd=8)).eval()
-    tokenizer, prompts = read_tokenizer(TOKENIZER), coherence.openings("valid", 4)
+    tokenizer, prompts = read_tokenizer(TOKENIZER), coherence.story_openings("valid", 4)
     assert len({*prompts}) == 4
-    assert {coherence.statements(prompt)[0].kind for prompt in prompts} == {"opening"}
-    stories = coherence.write(model, tokenizer, prompts)
+    assert {coherence.find_statements(prompt)[0].kind for prompt in prompts} == {"opening"}
+    stories = coherence.finish_stories(model, tokenizer, prompts)
     assert all(story.startswith(prompt) for story, prompt in zip(stories, prompts, strict=True))
-    assert stories[2:] == coherence.write(model, tokenizer, prompts[2:])
+    assert stories[2:] == coherence.finish_stories(model, tokenizer, prompts[2:])
     shares = coherence.measure([*stories, STORY])
     assert shares == {"coherent_share": 0.2, "paid_share": 1.0, "paid_per_story": 0.8}

@@ -92,9 +92,9 @@ def test_shipped_models_are_those_of_their_recipes_figures_and_cards(
     config = read_json(FOLDER / name / "config.json")
     assert config.get("resid_pdrop", 0.0) == recipe.config.dropout
     # what the teacher writes takes a minute to write
-    monkeypatch.setattr(coherence, "written", lambda *_, **__: ["\0"])
+    monkeypatch.setattr(coherence, "continue_prompts", lambda *_, **__: ["\0"])
     card = (FOLDER / name / "README.md").read_text()
-    parts = checkpoints.card(recipe, model, figures).split("\0")
+    parts = checkpoints.model_card(recipe, model, figures).split("\0")
     assert all(part in card for part in parts) and (len(parts) > 1 or parts == [card])
     names = {"README.md", "config.json", "figures.json", "loss.png", "model.safetensors"}
     more = {"teacher": {"tokenizer.tiktoken"}, "bct": {"ablation.json"}}.get(name, set())
@@ -121,7 +121,7 @@ def test_recorded_figures_are_those_of_the_weights(name: str, tokenizer) -> None
         model = made(name)
     found = evaluation.perplexity(model, tokenizer, "test")
     assert found == pytest.approx(figures["perplexity"], rel=1e-3)
-    _, share = evaluation.answers(model, tokenizer, corpus.recall_questions("test", 300))
+    _, share = evaluation.score_answers(model, tokenizer, corpus.recall_questions("test", 300))
     assert share == pytest.approx(figures["recall_share"], abs=0.01)
     lists = evaluation.list_losses(model, tokenizer)
     expected = [figures["list_first_nats"], figures["list_second_nats"]]

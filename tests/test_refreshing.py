@@ -17,7 +17,7 @@ from overfill import (
     RefreshedPair,
     generate_refreshed,
 )
-from pocket.evaluation import nats_of
+from pocket.evaluation import token_losses
 from studies.core import Rows
 from studies.refreshing import study as refreshing
 from studies.refreshing.study import (
@@ -86,7 +86,8 @@ def test_rows_are_figures_of_what_is_written(rows, teacher, student) -> None:
     new, pair = run(teacher, student, ids, 20, Periodic(4))
     at = {"mode": "greedy", "trained": "here"}
     nats = (
-        sum(nats_of(teacher, text)[-20:].mean() for text in torch.cat([ids, new], 1).tolist()) / 5
+        sum(token_losses(teacher, text)[-20:].mean() for text in torch.cat([ids, new], 1).tolist())
+        / 5
     )
     metrics = ("perplexity", "refreshes", "reads", "passes")
     perplexity, *counts = (rows.figure("periodic:4", name, **at).value for name in metrics)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import gpt_kv_cache
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate, sample
 from pair import Pair
-from pocket.evaluation import nats_of
+from pocket.evaluation import token_losses
 from speculate import (
     DraftCounts,
     Drafter,
@@ -143,7 +143,7 @@ def test_sampled_texts_have_the_teachers_distribution(draft: Drafter) -> None:
     teacher, student, ids = model_of(tiny, 6), model_of(tiny, 7), torch.tensor([[1, 2, 1]])
     expected = torch.zeros(4, 4, 4)
     for a, b, c in product(range(4), repeat=3):
-        nats = nats_of(teacher, [*ids[0].tolist(), a, b, c])[-3:].sum()
+        nats = token_losses(teacher, [*ids[0].tolist(), a, b, c])[-3:].sum()
         expected[a, b, c] = (-nats).exp()
     generator, counts, draws = torch.Generator().manual_seed(0), torch.zeros(4, 4, 4), 800
     for _ in range(draws):

@@ -68,7 +68,7 @@ def recipe_of(what: str, teacher: str, steps: int = 3, **options: object) -> Rec
 
 def begun(recipe: Recipe) -> tuple[nn.Module, nn.Module]:
     """The model as training begins, and its teacher."""
-    return starts.start(recipe, batches.Corpus(recipe), CPU)
+    return starts.initial_models(recipe, batches.Corpus(recipe), CPU)
 
 
 def ids_of(B: int, T: int) -> Tensor:
@@ -238,7 +238,7 @@ def text() -> batches.Corpus:
 @pytest.mark.parametrize("name", PINNED)
 def test_the_batches_of_shipped_models_are_pinned(name: str, text: batches.Corpus) -> None:
     recipe = test_pocket.recipe_of(name)
-    steps, _ = recipes.size_of(recipe)
+    steps, _ = recipes.steps_and_tokens(recipe)
     found = hashlib.sha256()
     for step in [*(step for step in STEPS if step < steps), steps - 1]:
         batch = batches.batch_at(recipe, step, text)
@@ -278,7 +278,7 @@ def test_rows_of_a_long_text_begin_all_over_it(teacher: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("recipe", [recipes.TEACHER, recipes.LLAMA], ids=str)
 def test_training_starts_from_an_induction_circuit(recipe: Recipe) -> None:
-    model, _ = starts.start(recipe, None, CPU)
+    model, _ = starts.initial_models(recipe, None, CPU)
     words = torch.randperm(1500)[:40]
     with torch.no_grad():
         logits = model(torch.cat([words, words])[None])[0, 40:-1]
@@ -315,12 +315,12 @@ def test_a_student_keeps_the_heads_and_the_most_active_of_the_rest(teacher: str)
             for norm in (block.ln_1, block.ln_2):
                 norm.weight[quiet], norm.bias[quiet] = 1e-3, 0.0
         plain.h[1].mlp.c_fc.weight[:, :40], plain.h[1].mlp.c_fc.bias[:40] = 0.0, -20.0
-    model = starts.pruned(plain, c, ids_of(4, 32))
+    model = starts.prune(plain, c, ids_of(4, 32))
     kept, whole = model.h[1], plain.h[1]
     assert torch.equal(model.wte.weight, plain.wte.weight[:, loud])
     assert torch.equal(kept.attn.c_attn.weight, whole.attn.c_attn.weight[loud])
     assert torch.equal(kept.mlp.c_proj.weight, whole.mlp.c_proj.weight[40:][:, loud])
-    assert_same(starts.pruned(plain, PLAIN, ids_of(4, 32)), plain)  # nothing is cut
+    assert_same(starts.prune(plain, PLAIN, ids_of(4, 32)), plain)  # nothing is cut
 
 
 def test_a_student_reads_the_teachers_cache_up_to_its_segment(teacher: str) -> None:
@@ -355,7 +355,7 @@ def test_answers_agrees_with_greedy_decoding() -> None:
         new = generate(model, ids, 20, stop_id=tokenizer.eot_token)
         line = tokenizer.decode([t.item() for t in new]).split("\n")[0]
         right += line.removesuffix("<|endoftext|>") == f" {question.answer}"
-    share = evaluation.answers(model, tokenizer, questions)[1]
+    share = evaluation.score_answers(model, tokenizer, questions)[1]
     assert share == pytest.approx(right / len(questions))
 
 

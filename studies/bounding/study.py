@@ -31,7 +31,7 @@ from gpt_bounded_cache import context_start
 from load_gpt2_weights import load_tokenizer
 from memories import Memory, memories_of
 from pocket import corpus
-from pocket.evaluation import answers, nats_of
+from pocket.evaluation import score_answers, token_losses
 from studies.core import Rows, Setting, run_study
 from support.statistics import bleu, bleu_counts, bootstrap, perplexity, wilson
 from support.tokenizers import END_OF_TEXT
@@ -102,7 +102,7 @@ def measure_quality(
     full_figures = None
     for way in dict.fromkeys([next(iter(memories)), *due]):
         memory = memories[way]
-        losses = [nats_of(memory, text) for text in token_ids]
+        losses = [token_losses(memory, text) for text in token_ids]
         nats_and_tokens = np.array([[float(nats.double().sum()), len(nats)] for nats in losses])
         counts = []
         for question in explanation_questions:
@@ -114,7 +114,7 @@ def measure_quality(
         full_figures = full_figures or (nats_and_tokens, counts)
         if way not in due:
             continue
-        right_count = round(answers(memory, tokenizer, recall_questions)[1] * size.facts)
+        right_count = round(score_answers(memory, tokenizer, recall_questions)[1] * size.facts)
         rows.add_values(way, setting, bytes=[memory.nbytes(memory.config.n_ctx)])
         rows.add_figures(
             way,

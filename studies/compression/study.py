@@ -34,7 +34,7 @@ from gpt_kv_cache import GPT, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
 from memories import Memory
 from pocket import corpus
-from pocket.evaluation import answers, rows_of
+from pocket.evaluation import held_out_rows, score_answers
 from studies.core import Rows, run_study
 from support.conditions import random_model
 from support.statistics import bootstrap, kl, wilson
@@ -85,8 +85,8 @@ def measure_quality(
     and questions."""
     tokenizer = load_tokenizer("pocket")
     text_count = TEXT_COUNT // divisor
-    texts = torch.tensor(rows_of(tokenizer, 120, LENGTH)[:text_count])
-    long_texts = torch.tensor(rows_of(tokenizer, 90, LONG_LENGTH)[: max(1, text_count // 3)])
+    texts = torch.tensor(held_out_rows(tokenizer, 120, LENGTH)[:text_count])
+    long_texts = torch.tensor(held_out_rows(tokenizer, 90, LONG_LENGTH)[: max(1, text_count // 3)])
     questions = corpus.recall_questions("test", FACT_COUNT // divisor)
     generator = torch.Generator().manual_seed(0)
     shape = text_count, LIST_LENGTH
@@ -104,7 +104,7 @@ def measure_quality(
         reference, late_reference = exact_logits, exact_late_logits
         if way == "grouped":  # it is exact itself
             reference, late_reference = logits, late_logits
-        right_count = round(answers(reader, tokenizer, questions)[1] * len(questions))
+        right_count = round(score_answers(reader, tokenizer, questions)[1] * len(questions))
         rows.add_figures(way, setting, len(questions), facts=wilson(right_count, len(questions)))
         rows.add_values(
             way,

@@ -19,7 +19,7 @@ from torch import nn
 from gpt_bounded_cache import GPT, BCTConfig, GPTConfig, SlidingWindowCache
 from memories import Memory
 from pocket.evaluation import window_of_equal_bytes, windowed
-from pocket.recipes import MEMORY, Phase, Recipe, size_of
+from pocket.recipes import MEMORY, Phase, Recipe, steps_and_tokens
 from pocket.tokenizer import TOKENIZER, VOCABULARY
 from pocket.training import train
 from studies.bounding import study as bounding
@@ -78,7 +78,7 @@ def measure(rows: Rows, quick: bool) -> None:
     state_folder = rows.path.parent / f"pretraining-{steps}"
     ways = dict.fromkeys(["full", *due])  # with which the others are compared
     memories = {way: trained_memory(way, recipes[way], state_folder) for way in ways}
-    _, tokens = size_of(recipes["full"])
+    _, tokens = steps_and_tokens(recipes["full"])
     rows.set_model_conditions(
         "GPT-2 of pocket's layers and width, trained from scratch",
         memories["full"].model,

@@ -52,7 +52,7 @@ from overfill import (
 )
 from pair import geometry_difference, load_pair, splice_last
 from pocket import corpus
-from pocket.evaluation import nats_of
+from pocket.evaluation import token_losses
 from pocket.recipes import pruning
 from recycle import read_prompts
 from studies.core import Rows, Setting, StudyLine, matching_ways, open_rows, points_over, report
@@ -196,7 +196,7 @@ def add_quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
         tokens, pair = texts.start_writing(way, ids, mode, seed=0)
         mean_nats = []
         for text in torch.cat([ids, *tokens], 1).tolist():
-            token_nats = nats_of(texts.models["teacher"], text)[-texts.new_tokens :]
+            token_nats = token_losses(texts.models["teacher"], text)[-texts.new_tokens :]
             mean_nats.append(float(token_nats.double().mean()))
         texts.rows.add_values(way, at, perplexity=mean_nats)
         if pair:

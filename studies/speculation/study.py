@@ -19,7 +19,7 @@ import torch
 
 from pair import Pair, load_pair
 from pocket import corpus
-from pocket.evaluation import nats_of
+from pocket.evaluation import token_losses
 from speculate import DRAFTERS, DraftCounts, speculate
 from studies.core import Rows, run_study
 from studies.refreshing.study import MODES, Texts, parameter_count_text
@@ -58,7 +58,7 @@ def write_text(texts: Texts, way: str, mode: str, turn: int) -> Written:
     timed_text = time_text(lambda: tokens)
     if kind not in EXACT_DRAFTERS:
         counts.passes = int(pair.teacher_passes) if pair else new_tokens - 1
-    nats = nats_of(texts.models["teacher"], ids[0].tolist() + timed_text.ids)[-new_tokens:]
+    nats = token_losses(texts.models["teacher"], ids[0].tolist() + timed_text.ids)[-new_tokens:]
     return Written(timed_text, float(nats.mean()), counts)
 
 
