@@ -373,12 +373,12 @@ def main(argv: list[str] | None = None) -> None:
             model(ids[:, :1])  # a process's first pass is slow, and would be counted as prefill
         if args.compare:  # NEW
             from gpt_baseline import generate as generate_uncached  # NEW
-            from support.printing import compare, silent  # NEW
+            from support.printing import no_output, print_comparison  # NEW
 
-            with silent():  # NEW  the same text once more: its times are in the table
+            with no_output():  # NEW  the same text once more: its times are in the table
                 uncached = run(generate_uncached)  # NEW
             cached = run(generate, cache=args.cache())  # NEW
-            compare(ids.size(1), {"no cache": uncached, "KV cache": cached})  # NEW
+            print_comparison(ids.size(1), {"no cache": uncached, "KV cache": cached})  # NEW
         else:  # NEW
             run(generate, cache=args.cache())  # NEW
 

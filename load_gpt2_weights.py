@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from support.cli import CommandLine
 from support.conditions import conditions, random_model
-from support.files import check_fields, not_downloaded, read_json, regular, said
+from support.files import check_fields, download_error, read_json, regular_file, short_repr
 from support.layout import order_for_decoding
 from support.tokenizers import (
     LLAMA3_FILE,
@@ -123,7 +123,7 @@ def find_file(name_or_path: str, filename: str) -> Path:
         raise FileNotFoundError(
             f"there is no {filename} in {folder}: a model is config.json, weights and a tokenizer"
         )
-    return regular(folder / filename)
+    return regular_file(folder / filename)
 
 
 def download(checkpoint: Checkpoint, filename: str) -> Path:
@@ -152,7 +152,7 @@ def download(checkpoint: Checkpoint, filename: str) -> Path:
             reason = f"Hugging Face shows no {filename} in {repo} at revision {revision}"
     # Whatever else a network, its settings, a server or a full disk can do.
     except Exception as error:
-        raise not_downloaded(f"{filename} of {repo}", error) from error
+        raise download_error(f"{filename} of {repo}", error) from error
     raise OSError(reason)
 
 
@@ -173,7 +173,7 @@ def find_weights(name_or_path: str) -> list[Path]:
     shards = sorted({*map(str, read_json(path, weight_map=dict)["weight_map"].values())})
     for shard in shards:
         if not re.fullmatch(r"[^/\\\0]+\.(safetensors|bin)", shard):
-            raise ValueError(f"{path} lists {said(shard)}, not a file of weights beside it")
+            raise ValueError(f"{path} lists {short_repr(shard)}, not a file of weights beside it")
     return [find_file(name_or_path, shard) for shard in shards]
 
 
@@ -389,7 +389,7 @@ def read_tensors(name_or_path: str) -> dict[str, Tensor]:
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Return the tensors of one .safetensors or .bin file. Raises ValueError if it is damaged or something else."""
-    with regular(path).open("rb") as file:  # what can't be opened at all says so here
+    with regular_file(path).open("rb") as file:  # what can't be opened at all says so here
         # Files from before PyTorch 1.6 aren't zipped, and can't be mapped.
         zipped = file.read(4) == b"PK\x03\x04"
     damaged = f"{path} is cut off, a Git LFS pointer, or not a"

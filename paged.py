@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from gpt_kv_cache import check_options, context_start, sample
 from support.geometry import kv_heads
-from support.prefix import common_prefix
+from support.prefix import common_prefix_length
 
 FAR = 1 << 40  # a position after every query's
 MAX_RUNNING = 16  # texts that are written at once, by default
@@ -131,8 +131,8 @@ class PagedCache:
         while text.n_read % self.block_size == 0:
             ids = tuple(text.ids[text.context_start + text.n_read : -1][: self.block_size])
             children = self.children[text.block_table[-1] if text.block_table else -1]
-            best = max(children, key=lambda tokens: common_prefix(tokens, ids), default=())
-            n_shared = common_prefix(best, ids)
+            best = max(children, key=lambda tokens: common_prefix_length(tokens, ids), default=())
+            n_shared = common_prefix_length(best, ids)
             if n_shared == 0:
                 return
             self.add_reference(children[best])
@@ -466,7 +466,7 @@ def main(argv: list[str] | None = None) -> None:
     from load_gpt2_weights import NAMES, load_model, load_tokenizer
     from support.cli import CommandLine, whole_number
     from support.files import read_text
-    from support.printing import ends_of
+    from support.printing import end_tokens_of
 
     count = {"type": whole_number(1), "metavar": "N"}
     cli = CommandLine(__doc__, "python3 %(prog)s serve prompts.txt --blocks 40", NAMES)
@@ -508,7 +508,7 @@ def main(argv: list[str] | None = None) -> None:
         if blocks is None:  # enough for all
             blocks = sum(sorted(needs * min(samples, MAX_RUNNING))[-MAX_RUNNING:])
         written: dict[int, list[int]] = {}
-        ends = ends_of(tokenizer)
+        ends = end_tokens_of(tokenizer)
         for i, token in serve(
             model,
             prompts,

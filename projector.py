@@ -50,7 +50,7 @@ from recycle import prefilled_cache
 from support.cli import CommandLine, utf8
 from support.encoders import PairEncoder
 from support.files import read_json, write_atomically, write_json
-from support.fingerprints import fingerprint, raw
+from support.fingerprints import fingerprint, raw_bytes
 from support.geometry import kv_heads, rotary
 from support.regression import cross_validate, ridge
 from support.statistics import kl
@@ -459,7 +459,7 @@ def checksum(about: dict[str, Any], tensors: dict[str, Tensor]) -> int:
     """Return a CRC-32 of all that a library holds."""
     value = zlib.crc32(json.dumps(about, sort_keys=True).encode())
     for name in sorted(tensors):
-        value = zlib.crc32(raw(tensors[name]), zlib.crc32(name.encode(), value))
+        value = zlib.crc32(raw_bytes(tensors[name]), zlib.crc32(name.encode(), value))
     return value
 
 
@@ -544,7 +544,7 @@ class Library:
             "threshold": self.threshold,
             "guard": self.match_names,
             "skip": self.shared_chars,
-            "tokens": list(self.encoder.column),
+            "tokens": list(self.encoder.column_of),
             "texts": self.texts,
         }
         about["checksum"] = checksum(about, tensors)

@@ -35,8 +35,8 @@ from load_gpt2_weights import NAMES, load_model, load_tokenizer
 from support.cli import CommandLine, whole_number
 from support.encoders import load_encoder
 from support.files import read_csv, write_csv
-from support.prefix import common_prefix
-from support.printing import ends_of
+from support.prefix import common_prefix_length
+from support.printing import end_tokens_of
 from support.store import Store
 from support.tables import table
 from support.timing import TimedText, run_in_turns, time_call, time_text
@@ -136,7 +136,7 @@ class Recycler:
         """
         ids, nearest = self.encode_new(text), self.nearest_prompt(text)
         if nearest is not None:
-            r, k = common_prefix(ids, nearest.ids), len(nearest.ids)
+            r, k = common_prefix_length(ids, nearest.ids), len(nearest.ids)
             if r == k:
                 return self.store.get(ids[: k + 1])
         return self.store.model.new_cache()
@@ -250,7 +250,7 @@ def compare_ways(recycler: Recycler, text: str, max_new_tokens: int) -> dict[str
         return generate_by(recycler, way, text, cache_by(recycler, way, text), max_new_tokens)
 
     def run(way: str, turn: int) -> TimedText:
-        return time_text(lambda: generation(way), ends_of(recycler.tokenizer))
+        return time_text(lambda: generation(way), end_tokens_of(recycler.tokenizer))
 
     timed = run_in_turns({way: partial(run, way) for way in WAYS}, 3)
     outputs = {way: recycler.tokenizer.decode(texts[0].ids) for way, texts in timed.items()}
@@ -267,7 +267,7 @@ def compare_ways(recycler: Recycler, text: str, max_new_tokens: int) -> dict[str
             reused_tokens=len(cache_by(recycler, way, text)),
             cache_similarity=nearest.similarity if nearest and way in NEAREST_WAYS else "",
             similarity=float(embeddings[0] @ embedding),  # the first is the cold one's
-            same_tokens=common_prefix(ids, cold_ids),
+            same_tokens=common_prefix_length(ids, cold_ids),
             identical=ids == cold_ids,
         )
     return outcomes
@@ -378,7 +378,7 @@ class Conversation:
     trace: Trace | None = None
 
     def __post_init__(self) -> None:
-        self.end_tokens = ends_of(self.tokenizer)
+        self.end_tokens = end_tokens_of(self.tokenizer)
         self.turns: list[list[int]] = []
 
     def chat(self, lines: Iterable[str]) -> None:

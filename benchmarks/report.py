@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.runners import BASE, base_of, is_exact
 from benchmarks.scale import cells_of
 from benchmarks.words import Figures, render_words
-from support.figures import figure
+from support.figures import write_figure
 from support.tables import Table
 
 # A larger share of the time without a processor, or change of bandwidth, is a disturbance.
@@ -185,14 +185,14 @@ def draw_figures(record: Figures, folder: Path) -> None:
         axes.plot(lengths, floor, color="black", linewidth=2, label=said)
         axes.set(xlim=(0, None), ylim=(0, None))
 
-    figure(
+    write_figure(
         folder / f"{prefix}decoding.png",
         lambda axes: lines(axes, "tokens_per_s", roofline, "float32 weights read, nothing else"),
         xlabel="tokens before",
         ylabel="tokens/s",
         title=f"Decoding, {model}, batch 1",
     )
-    figure(
+    write_figure(
         folder / f"{prefix}first_token.png",
         lambda axes: lines(axes, "first_ms", products, "matrix products alone, float32"),
         xlabel="tokens of the prompt",

@@ -175,7 +175,7 @@ def larger_models(*machines: tuple[str, float, float, int]) -> Table:
     speeds = ["tokens/s, 1 text of 1,000", "64 texts of 8,000"]
     firsts = ["first token of 1,000", "of 8,000"]
     header = ["machine", "model", *speeds, *firsts, "bytes of a cached token", "fetch above"]
-    return Table(header, rows, left=2)
+    return Table(header, rows, left_aligned=2)
 
 
 def format_seconds(x: float) -> str:

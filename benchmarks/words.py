@@ -14,7 +14,7 @@ Figures = dict[str, Any]  # figures by name, as JSON has them
 def render_words(macro: str, *values: Any, markdown: bool = False) -> str:
     """Return what a macro makes of values, with tables for a terminal or in Markdown."""
     templates = environment(HERE)
-    templates.filters["table"] = lambda x: table(x.header, x.rows, markdown, x.left)
+    templates.filters["table"] = lambda x: table(x.header, x.rows, markdown, x.left_aligned)
     templates.filters["threads"] = threads_text
     module = templates.get_template("words.md.jinja").module
     return re.sub(r"\n{3,}", "\n\n", getattr(module, macro)(*values)).strip()

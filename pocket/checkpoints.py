@@ -18,7 +18,7 @@ from pocket import coherence, corpus
 from pocket.evaluation import measure
 from pocket.recipes import TEACHER, Recipe, steps_and_tokens
 from pocket.tokenizer import TOKENIZER
-from support.figures import figure
+from support.figures import write_figure
 from support.files import read_json, write_atomically, write_json, write_text
 
 HERE = Path(__file__).resolve().parent
@@ -150,7 +150,7 @@ def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> Non
             range(window - 1, len(losses)), means, color="C0", label=f"mean of {window} steps"
         )
 
-    figure(
+    write_figure(
         folder / "loss.png",
         draw_on,
         xlabel="step",

@@ -16,7 +16,7 @@ from load_gpt2_weights import load_model
 from pocket.batches import RANK, Corpus, batch_at
 from pocket.recipes import Batch, Recipe, schedule
 from pocket.starts import initial_models
-from support.files import regular, write_atomically
+from support.files import regular_file, write_atomically
 from support.fingerprints import fingerprint
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # torchrun says so
@@ -120,7 +120,7 @@ def new_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
 def read_state(path: Path) -> dict[str, Any]:
     """Return the state of a run. Raises ValueError if the file is damaged or something else, OSError if it isn't
     there."""
-    regular(path)
+    regular_file(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         return {name: state[name] for name in ("recipe", "losses", "model", "optimizer")}

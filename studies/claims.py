@@ -46,7 +46,7 @@ def verdicts_at_a_glance() -> Table:
             run = ["", ""] if command == above else [command, f"{MINUTES[command]}"]
             lines.append([words, answer_of(claim), *run])
             above = command
-    return Table(["claim", "verdict", "python3 -m studies.", "minutes"], lines, left=3)
+    return Table(["claim", "verdict", "python3 -m studies.", "minutes"], lines, left_aligned=3)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -35,7 +35,7 @@ from support.blocks import rendered
 from support.cli import CommandLine, writable_folder
 from support.conditions import conditions, is_geometry
 from support.figures import COLORS
-from support.figures import figure as draw_figure
+from support.figures import write_figure as draw_figure
 from support.files import parse_json, read_text, write_text
 from support.statistics import bootstrap, mean
 from support.tables import Table, page
@@ -535,9 +535,9 @@ def claim_tables(claims: Sequence[Claim]) -> list[str | Table]:
         else:
             questions.append([f"{claim['quote']} ({letter})", finding])
     if rows:
-        parts.append(Table(["claim", "found here", "tested as stated"], rows, left=3))
+        parts.append(Table(["claim", "found here", "tested as stated"], rows, left_aligned=3))
     if questions:
-        parts.append(Table(["question of ours", "found here"], questions, left=2))
+        parts.append(Table(["question of ours", "found here"], questions, left_aligned=2))
     return parts
 
 

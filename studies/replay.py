@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from studies.core import StudyLine
-from support.figures import figure
+from support.figures import write_figure
 from support.files import parse_json, read_csv, read_text, write_csv
-from support.prefix import common_prefix
+from support.prefix import common_prefix_length
 from support.tables import table
 
 BLOCK = 512  # tokens in a block of a trace
@@ -66,7 +66,7 @@ class Index:
         while found < len(blocks) and blocks[found] in self.runs:
             path.append(blocks[found])
             run = self.runs[blocks[found]]
-            found += common_prefix(run, blocks[found : found + len(run)])
+            found += common_prefix_length(run, blocks[found : found + len(run)])
         for run in reversed(path):
             self.runs.move_to_end(run)
         new = blocks[found:]
@@ -138,7 +138,7 @@ def draw(file: Path) -> None:
         axes.set_xscale("log", base=2)
         axes.set_xticks(finite, [f"{size:,}" for size in finite])
 
-    figure(
+    write_figure(
         file.with_suffix(".png"),
         curves,
         title=f"{name}: what is found in the cache",

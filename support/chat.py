@@ -3,7 +3,7 @@
 import tiktoken
 
 # By a token that occurs in it: the form of a first question, up to where the answer begins.
-FORMS = {
+QUESTION_FORMS = {
     # Llama 3: a header for each message. Source: the model card, "Special Tokens used with Llama 3".
     "<|start_header_id|>": "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n",
@@ -15,9 +15,9 @@ FORMS = {
 
 def as_question(text: str, tokenizer: tiktoken.Encoding) -> str:
     """Return a question in the form that a model expects. Raises ValueError if it has none of FORMS."""
-    for token, form in FORMS.items():
+    for token, form in QUESTION_FORMS.items():
         if token in tokenizer.special_tokens_set:
             return form.format(text)
     raise ValueError(
-        f"--chat needs a model whose tokens include {' or '.join(FORMS)}: this one answers no questions"
+        f"--chat needs a model whose tokens include {' or '.join(QUESTION_FORMS)}: this one answers no questions"
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from support.chat import as_question
 from support.conditions import SIZES, is_geometry
-from support.files import import_file, writable
+from support.files import import_file, writable_target
 from support.tracing import Trace
 
 PROMPT = "One morning"
@@ -372,7 +372,7 @@ def output_file(text: str) -> Path:
     """Argument type: a file that can be written, in a folder that is there or can be made."""
     path = Path(text)
     try:
-        writable_folder(writable(path).parent)
+        writable_folder(writable_target(path).parent)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return path

@@ -36,14 +36,14 @@ def random_model(model_class: type[nn.Module], name: str) -> nn.Module:
     return order_for_decoding(model_class(model_class.config_class(**config))).eval()
 
 
-def machine(device: str) -> str:
+def processor_name(device: str) -> str:
     """Return the name of the processor or GPU."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name()
     name = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
-        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-        name = found[1].strip() if found else name
+        model_name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+        name = model_name[1].strip() if model_name else name
     return f"{name}, {os.cpu_count()} cores"
 
 
@@ -59,7 +59,7 @@ def conditions(name: str, model: nn.Module) -> dict[str, Any]:
         "context": config.n_ctx,
         "dtype": str(weight.dtype).removeprefix("torch."),
         "device": weight.device.type,
-        "machine": machine(weight.device.type),
+        "machine": processor_name(weight.device.type),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),

@@ -7,7 +7,7 @@ import tiktoken
 import torch
 from torch import Tensor, nn
 
-from support.files import not_downloaded
+from support.files import download_error
 from support.regression import cross_validate, ridge
 
 Encoder = Callable[[list[str]], np.ndarray]  # turns N texts into unit vectors (N, C)
@@ -16,12 +16,12 @@ Encoder = Callable[[list[str]], np.ndarray]  # turns N texts into unit vectors (
 def token_encoder(model: nn.Module, tokenizer: tiktoken.Encoding) -> Encoder:
     """Return an encoder without another model: the mean of a text's tokens' embeddings, less that of all tokens. An
     empty text is 0."""
-    table = model.wte.weight.detach().float().cpu().numpy()
-    table = table - table.mean(axis=0)
+    embeddings = model.wte.weight.detach().float().cpu().numpy()
+    embeddings = embeddings - embeddings.mean(axis=0)
 
     def encode(texts: list[str]) -> np.ndarray:
         tokens = [tokenizer.encode(text, allowed_special="all") for text in texts]
-        means = np.stack([table[ids].sum(axis=0) / max(1, len(ids)) for ids in tokens])
+        means = np.stack([embeddings[ids].sum(axis=0) / max(1, len(ids)) for ids in tokens])
         return means / np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)
 
     return encode
@@ -36,21 +36,21 @@ class PairEncoder:
     ) -> None:
         """tokens: the V that count; mean (V,) and weight (V, V) of the map."""
         self.tokenizer, self.mean, self.weight = tokenizer, mean, weight
-        self.column = {token: i for i, token in enumerate(tokens)}
+        self.column_of = {token: i for i, token in enumerate(tokens)}
 
-    def sets(self, texts: Sequence[str]) -> Tensor:
+    def token_sets(self, texts: Sequence[str]) -> Tensor:
         """Return which of the tokens that count each text has (N, V)."""
-        x = torch.zeros(len(texts), len(self.column))
-        for row, text in zip(x, texts, strict=True):
+        sets = torch.zeros(len(texts), len(self.column_of))
+        for row, text in zip(sets, texts, strict=True):
             for token in self.tokenizer.encode(text, allowed_special="all"):
-                if token in self.column:
-                    row[self.column[token]] = 1.0
-        return x
+                if token in self.column_of:
+                    row[self.column_of[token]] = 1.0
+        return sets
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
         """Return the embeddings (N, V) of N texts."""
-        z = (self.sets(texts) - self.mean) @ self.weight
-        return (z / z.norm(dim=1, keepdim=True).clamp(min=1e-12)).numpy()
+        embeddings = (self.token_sets(texts) - self.mean) @ self.weight
+        return (embeddings / embeddings.norm(dim=1, keepdim=True).clamp(min=1e-12)).numpy()
 
     @classmethod
     def fit(
@@ -61,21 +61,21 @@ class PairEncoder:
         for text in texts:
             tokens |= {*tokenizer.encode(text, allowed_special="all")}
         tokens = sorted(tokens)
-        plain = cls(tokenizer, tokens, torch.zeros(len(tokens)), torch.eye(len(tokens)))
-        x, names = plain.sets(texts), np.array(families)
+        unmapped = cls(tokenizer, tokens, torch.zeros(len(tokens)), torch.eye(len(tokens)))
+        sets, names = unmapped.token_sets(texts), np.array(families)
 
-        def fitted(rows: Tensor, penalty: float) -> PairEncoder:
-            mean = x[rows].mean(0)
-            same = torch.from_numpy(names[rows][:, None] == names[rows]).float()  # (N, N)
-            target = same / same.sum(1, keepdim=True) @ x[rows] - mean
-            return cls(tokenizer, tokens, mean, ridge(x[rows] - mean, target, penalty).float())
+        def fit_rows(rows: Tensor, penalty: float) -> PairEncoder:
+            mean = sets[rows].mean(0)
+            same_family = torch.from_numpy(names[rows][:, None] == names[rows]).float()  # (N, N)
+            target = same_family / same_family.sum(1, keepdim=True) @ sets[rows] - mean
+            return cls(tokenizer, tokens, mean, ridge(sets[rows] - mean, target, penalty).float())
 
-        def error(train: Tensor, test: Tensor, penalty: float) -> float:
-            z = fitted(train, penalty)([texts[i] for i in test])
-            alike = z @ z.T - 2 * np.eye(len(z))
-            return float((names[test][alike.argmax(1)] != names[test]).sum())
+        def count_errors(train: Tensor, test: Tensor, penalty: float) -> float:
+            embeddings = fit_rows(train, penalty)([texts[i] for i in test])
+            similarities = embeddings @ embeddings.T - 2 * np.eye(len(embeddings))
+            return float((names[test][similarities.argmax(1)] != names[test]).sum())
 
-        return fitted(torch.arange(len(x)), cross_validate(error, families))
+        return fit_rows(torch.arange(len(sets)), cross_validate(count_errors, families))
 
 
 def load_encoder(name: str, model: nn.Module, tokenizer: tiktoken.Encoding) -> Encoder:
@@ -101,5 +101,5 @@ def load_encoder(name: str, model: nn.Module, tokenizer: tiktoken.Encoding) -> E
         raise ValueError(f"the encoder {name} needs `pip install sentence-transformers`") from error
     # Whatever a network, its settings, a server or a full disk can do.
     except Exception as error:
-        raise not_downloaded(f"the encoder {name}", error) from error
+        raise download_error(f"the encoder {name}", error) from error
     return lambda texts: encoder.encode(texts, normalize_embeddings=True, show_progress_bar=False)

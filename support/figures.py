@@ -24,7 +24,7 @@ STYLE = {
 }
 
 
-def figure(path: Path, draw_on: Callable[[Any], None], **labels: Any) -> None:
+def write_figure(path: Path, draw_on: Callable[[Any], None], **labels: Any) -> None:
     """Draw one pair of axes, with a legend beside them, and write it as PNG."""
     import matplotlib
 

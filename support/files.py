@@ -15,10 +15,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-SHORT = reprlib.Repr()
-SHORT.maxstring = SHORT.maxother = 60
-said = SHORT.repr  # a value as a message shows it: what is long is cut
-KINDS = {
+SHORTENER = reprlib.Repr()
+SHORTENER.maxstring = SHORTENER.maxother = 60
+short_repr = SHORTENER.repr  # a value as a message shows it: what is long is cut
+TYPE_NAMES = {
     int: "a whole number",
     float: "a finite number",
     bool: "true or false",
@@ -30,14 +30,16 @@ KINDS = {
 
 def import_file(path: Path) -> ModuleType:
     """Return a Python file, whose name ends in .py, as a module."""
-    spec = importlib.util.spec_from_file_location(f"{path.resolve().parent.name}_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look themselves up
-    spec.loader.exec_module(module)
+    specification = importlib.util.spec_from_file_location(
+        f"{path.resolve().parent.name}_{path.stem}", path
+    )
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[specification.name] = module  # dataclasses look themselves up
+    specification.loader.exec_module(module)
     return module
 
 
-def regular(path: Path) -> Path:
+def regular_file(path: Path) -> Path:
     """Return the path of a file that can be read to its end. Raises FileNotFoundError if there is
     none, ValueError if it is a folder, a pipe or a device, which may have no end."""
     path.stat()  # says why, if that can't be seen
@@ -50,7 +52,7 @@ def read_text(path: Path) -> str:
     """Return the text in a file, with or without the mark that some editors put before it. Raises
     ValueError if it isn't UTF-8, or not a regular file."""
     try:
-        return regular(path).read_text(encoding="utf-8-sig")
+        return regular_file(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a text in UTF-8: {error}") from error
 
@@ -80,20 +82,22 @@ def check_fields(content: object, where: str, /, **fields: type) -> dict[str, An
     """Return an object that was read from JSON, if it has these fields, each of its type; float
     stands for every finite number. Raises ValueError, which names `where`, otherwise."""
     if not isinstance(content, dict):
-        raise ValueError(f"{where} holds {said(content)} instead of an object")
+        raise ValueError(f"{where} holds {short_repr(content)} instead of an object")
     if missing := [name for name in fields if name not in content]:
         raise ValueError(f"{where} lacks {', '.join(missing)}")
-    for name, kind in fields.items():
-        if not is_a(content[name], kind):
-            raise ValueError(f"{where}: {name} must be {KINDS[kind]}, got {said(content[name])}")
+    for name, field_type in fields.items():
+        if not has_json_type(content[name], field_type):
+            raise ValueError(
+                f"{where}: {name} must be {TYPE_NAMES[field_type]}, got {short_repr(content[name])}"
+            )
     return content
 
 
-def is_a(value: object, kind: type) -> bool:
+def has_json_type(value: object, json_type: type) -> bool:
     """Return whether a value from JSON is of a kind."""
-    if kind is float:
+    if json_type is float:
         return type(value) in (int, float) and abs(value) <= sys.float_info.max
-    return type(value) is kind
+    return type(value) is json_type
 
 
 def read_csv(path: Path, *columns: str) -> list[dict[str, str]]:
@@ -108,19 +112,21 @@ def read_csv(path: Path, *columns: str) -> list[dict[str, str]]:
         raise ValueError(f"{path} is not a CSV file: {error}") from error
     for name in columns:
         if header.count(name) != 1:
-            raise ValueError(f"{path} must have one column {name!r}, but has {said(header)}")
-    n = len(header)
+            raise ValueError(f"{path} must have one column {name!r}, but has {short_repr(header)}")
+    width = len(header)
     for row in rows:
         if None in row:
-            raise ValueError(f"{path} has a row of {n + len(row[None])} cells, and {n} columns")
+            raise ValueError(
+                f"{path} has a row of {width + len(row[None])} cells, and {width} columns"
+            )
     return rows
 
 
-def not_downloaded(what: str, error: Exception) -> OSError:
+def download_error(wanted: str, error: Exception) -> OSError:
     """Return an error with the first sentence of another one, or that one's name if it says nothing."""
     reason = str(error).partition(". ")[0] or type(error).__name__
     return OSError(
-        f"can't download {what} ({reason}): run this once with internet, or give a model's folder; "
+        f"can't download {wanted} ({reason}): run this once with internet, or give a model's folder; "
         "pocket, pocket-llama and the encoder tokens need no download"
     )
 
@@ -133,7 +139,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     content. Whatever is raised leaves the old file and no other. Raises ValueError if there is
     something else than a file at its place, OSError if it can't be written.
     """
-    target = writable(path)
+    target = writable_target(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=target.parent) as folder:
         file = Path(folder) / path.name
@@ -143,12 +149,12 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         os.replace(file, target)
 
 
-def writable(path: Path) -> Path:
+def writable_target(path: Path) -> Path:
     """Return where a file is written to, links followed. Raises ValueError if there is something
     else than a regular file, OSError if that may not be written or the links lead nowhere."""
     target = Path(os.path.realpath(path))
     try:
-        regular(path)
+        regular_file(path)
     except FileNotFoundError:
         return target
     if not os.access(target, os.W_OK):
@@ -168,6 +174,6 @@ def write_json(path: Path, content: Any, indent: int = 2) -> None:
 
 def write_csv(path: Path, header: list[str], rows: Iterable[Sequence[Any]]) -> None:
     """Write a table with a header line."""
-    table = io.StringIO()
-    csv.writer(table).writerows([header, *rows])
-    write_text(path, table.getvalue())
+    text = io.StringIO()
+    csv.writer(text).writerows([header, *rows])
+    write_text(path, text.getvalue())

@@ -9,14 +9,14 @@ from torch import Size, Tensor, nn
 
 def fingerprint(model: nn.Module) -> str:
     """Return a SHA-256 of all that keys and values depend on: geometry, number format and every weight of a model."""
-    sha = hashlib.sha256(f"KV pages, version 1; {model.config}".encode())
+    digest = hashlib.sha256(f"KV pages, version 1; {model.config}".encode())
     for name, parameter in model.named_parameters():
-        sha.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
-        sha.update(raw(parameter.detach().cpu()))
-    return sha.hexdigest()
+        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
+        digest.update(raw_bytes(parameter.detach().cpu()))
+    return digest.hexdigest()
 
 
-def versions(model: nn.Module) -> list[tuple[int, Size, int]]:
+def parameter_versions(model: nn.Module) -> list[tuple[int, Size, int]]:
     """Return where each parameter of a model lies, its shape, and how often PyTorch has changed it in
     place: another list later on means other weights.
 
@@ -24,13 +24,13 @@ def versions(model: nn.Module) -> list[tuple[int, Size, int]]:
     counts, such as an optimizer's. Not noticed: a change in place through .data or NumPy, which
     nobody counts, or one under torch.inference_mode().
     """
-    found = []
+    versions = []
     for parameter in model.parameters():
         changes = 0 if parameter.is_inference() else parameter._version
-        found.append((parameter.data_ptr(), parameter.shape, changes))
-    return found
+        versions.append((parameter.data_ptr(), parameter.shape, changes))
+    return versions
 
 
-def raw(tensor: Tensor) -> np.ndarray:
+def raw_bytes(tensor: Tensor) -> np.ndarray:
     """Return the bytes of a tensor on the CPU."""
     return tensor.contiguous().view(-1).view(torch.uint8).numpy()

@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 
 
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
     """Return how many tokens two sequences have in common at their beginning."""
-    if a == b:
-        return len(a)
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
+    if first == second:
+        return len(first)
+    shorter = min(len(first), len(second))
+    for i in range(shorter):
+        if first[i] != second[i]:
+            return i
+    return shorter

@@ -26,47 +26,47 @@ def stream(
     and is written at the end.
     """
     ids: list[int] = []
-    ms: list[float] = []
+    milliseconds: list[float] = []
     # A character can span several tokens.
     utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    ends = ends_of(tokenizer)
+    end_tokens = end_tokens_of(tokenizer)
     started = time.perf_counter()
     try:
         for token in tokens:
             ids.append(int(token))  # waits for the device
-            ms.append(1000 * (time.perf_counter() - started))
-            if ids[-1] not in ends:
+            milliseconds.append(1000 * (time.perf_counter() - started))
+            if ids[-1] not in end_tokens:
                 print(utf8.decode(tokenizer.decode_single_token_bytes(ids[-1])), end="", flush=True)
             if trace:
                 trace.step(ids[-1], cache)
-            if ids[-1] in ends:
+            if ids[-1] in end_tokens:
                 break
             started = time.perf_counter()
     finally:  # an error's sentence begins a line
         print(utf8.decode(b"", final=True))  # a character that was cut off
-    decode = sum(ms[1:]) / max(1, len(ms) - 1)
+    decode = sum(milliseconds[1:]) / max(1, len(milliseconds) - 1)
     speed = "nothing more"
     if decode:
         speed = f"{decode:.2f} ms per token = {1000 / decode:,.0f} tokens/s"
     nbytes = 0 if cache is None else cache.nbytes
-    print(f"\n[prefill {ms[0]:.1f} ms, decode {speed}, KV cache {nbytes:,} bytes]")
+    print(f"\n[prefill {milliseconds[0]:.1f} ms, decode {speed}, KV cache {nbytes:,} bytes]")
     if trace:
         trace.write()
         print(f"[step by step: {trace.path}]")
-    return ids, ms
+    return ids, milliseconds
 
 
-def ends_of(tokenizer: tiktoken.Encoding) -> tuple[int, ...]:
+def end_tokens_of(tokenizer: tiktoken.Encoding) -> tuple[int, ...]:
     """Return the tokens that end a text, of which a Llama may have several."""
     return getattr(tokenizer, "end_ids", (tokenizer.eot_token,))
 
 
-def silent() -> AbstractContextManager:
+def no_output() -> AbstractContextManager:
     """Print nothing within."""
     return redirect_stdout(None)
 
 
-def compare(n_prompt: int, runs: dict[str, tuple[list[int], list[float]]]) -> None:
+def print_comparison(prompt_length: int, runs: dict[str, tuple[list[int], list[float]]]) -> None:
     """Print the milliseconds per token of runs, as stream() returns them, as the text grew, what each took in all, and
     whether they wrote the same.
 
@@ -74,25 +74,29 @@ def compare(n_prompt: int, runs: dict[str, tuple[list[int], list[float]]]) -> No
     as the first; the last line is the median over all decoded tokens.
     """
     texts = [ids for ids, _ in runs.values()]
-    n = min(map(len, texts))
+    shortest = min(map(len, texts))
 
-    def row(label: str, start: int, end: int) -> list[str]:
-        medians = [statistics.median(ms[start:end]) for _, ms in runs.values()]
-        return [label, *(f"{ms:.2f}" for ms in medians), f"{medians[0] / medians[-1]:.1f}"]
+    def row_of_medians(label: str, start: int, end: int) -> list[str]:
+        medians = [statistics.median(milliseconds[start:end]) for _, milliseconds in runs.values()]
+        return [
+            label,
+            *(f"{milliseconds:.2f}" for milliseconds in medians),
+            f"{medians[0] / medians[-1]:.1f}",
+        ]
 
     rows = []
-    for start in range(1, n, 64):
-        end = min(start + 64, n)
-        rows.append(row(f"{n_prompt + end:,}", start, end))
+    for start in range(1, shortest, 64):
+        end = min(start + 64, shortest)
+        rows.append(row_of_medians(f"{prompt_length + end:,}", start, end))
     if rows:
-        rows.append(row("all", 1, n))
+        rows.append(row_of_medians("all", 1, shortest))
         print("\nMedians, in which a slow token doesn't show; the decoding time above is a mean:")
         header = ["text length", *(f"{name}: ms per token" for name in runs), "times as fast"]
-        print(f"\n{table(header, rows, left=0)}")
+        print(f"\n{table(header, rows, left_aligned=0)}")
     seconds = {name: sum(ms) / 1000 for name, (_, ms) in runs.items()}
     first, *_, last = seconds.values()
-    took = ", ".join(f"{name} {s:.2f} s" for name, s in seconds.items())
-    print(f"\nIn all, prefill included: {took}, {first / last:.1f} times as fast")
-    same = "yes" if all(ids == texts[0] for ids in texts) else "NO"
+    seconds_by_name = ", ".join(f"{name} {s:.2f} s" for name, s in seconds.items())
+    print(f"\nIn all, prefill included: {seconds_by_name}, {first / last:.1f} times as fast")
+    same_tokens = "yes" if all(ids == texts[0] for ids in texts) else "NO"
     lengths = ", ".join(f"{name}: {len(ids)}" for name, (ids, _) in runs.items())
-    print(f"\nSame tokens: {same} ({lengths})")
+    print(f"\nSame tokens: {same_tokens} ({lengths})")

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from support.files import regular
-from support.fingerprints import fingerprint, raw, versions
+from support.files import regular_file
+from support.fingerprints import fingerprint, parameter_versions, raw_bytes
 from support.geometry import kv_heads
-from support.prefix import common_prefix
+from support.prefix import common_prefix_length
 
 # Seconds to wait for another process, which may never let go of the index.
 BUSY_SECONDS = 30
@@ -123,7 +123,7 @@ class Store:
         self._run_shape = (config.n_layer, 2, heads, -1, config.head_dim)
         self._token_bytes = 2 * config.n_layer * heads * config.head_dim * self._dtype.itemsize
         self._fingerprint = fingerprint(model)
-        self._versions = versions(model)
+        self._versions = parameter_versions(model)
         self._check_model()
         self._runs_in_memory: dict[int, np.ndarray] = {}  # the files, if there is no folder
         self._warned = False
@@ -204,7 +204,7 @@ class Store:
         with, or the model is in train()."""
         if any(module.training for module in self.model.modules()):
             raise ValueError("the model is in train(): call model.eval() first")
-        if versions(self.model) != self._versions:
+        if parameter_versions(self.model) != self._versions:
             raise ValueError("the model's weights have changed: open a new store")
 
     def _check_cache(self, cache: Any, ids: Sequence[int]) -> None:
@@ -284,7 +284,9 @@ class Store:
                 break
             run = StoredRun(*row)
             stored_ids = unpack_ids(run.ids)
-            matched = common_prefix(stored_ids, list(ids[position : position + len(stored_ids)]))
+            matched = common_prefix_length(
+                stored_ids, list(ids[position : position + len(stored_ids)])
+            )
             path.append(MatchedRun(run, matched))
             parent, start = run.number, matched
             position += matched
@@ -296,7 +298,7 @@ class Store:
         try:
             content = self._runs_in_memory.get(run.number)
             if self.folder:
-                content = np.memmap(regular(self._run_file(run.number)), mode="c")
+                content = np.memmap(regular_file(self._run_file(run.number)), mode="c")
             checksum = self._checksum(run.parent, run.start, run.ids, content)
             if content.nbytes != run.nbytes or checksum != run.checksum:
                 raise ValueError("its size or its checksum is wrong")
@@ -324,7 +326,7 @@ class Store:
     def _add_run(self, parent: int, start: int, ids: Sequence[int], kv: Tensor) -> int:
         """Store kv (L, 2, H, n, D) as a new run of tokens after the first `start` ones of its
         parent; return its number."""
-        content, packed_ids = raw(kv.detach().cpu()), pack_ids(ids)
+        content, packed_ids = raw_bytes(kv.detach().cpu()), pack_ids(ids)
         checksum = self._checksum(parent, start, packed_ids, content)
         row = (parent, start, ids[0], time.time_ns(), content.nbytes, checksum, packed_ids)
         insert = "INSERT INTO runs VALUES (NULL, ?, ?, ?, ?, ?, ?, ?)"

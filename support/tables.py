@@ -9,29 +9,31 @@ class Table(NamedTuple):
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
-    left: int = 1
+    left_aligned: int = 1
 
 
 def table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool = False, left: int = 1
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    markdown: bool = False,
+    left_aligned: int = 1,
 ) -> str:
-    """Return rows of cells under a header, the first `left` columns to the left and all others to the right; on a
-    terminal a table that is all to the left, of sentences, is a line a row."""
+    """Return rows of cells under a header, the first `left_aligned` columns to the left, all others to
+    the right. On a terminal a table that is all to the left, of sentences, is a line a row."""
     lines = []
     if markdown:
-        rule = [*["---"] * left, *["---:"] * (len(header) - left)]
+        rule = [*["---"] * left_aligned, *["---:"] * (len(header) - left_aligned)]
         for row in (header, rule, *rows):
             cells = [cell.replace("|", r"\|") for cell in row]
             lines.append(f"| {' | '.join(cells)} |")
         return "\n".join(lines)
-    if left >= len(header):
+    if left_aligned >= len(header):
         return "\n".join([f"{header[0]}:", *(f"  {': '.join(cells)}" for cells in rows)])
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     for row in (header, *rows):
-        cells = [
-            x.ljust(w) if i < left else x.rjust(w)
-            for i, (x, w) in enumerate(zip(row, widths, strict=True))
-        ]
+        cells = []
+        for i, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            cells.append(cell.ljust(width) if i < left_aligned else cell.rjust(width))
         lines.append("  " + "  ".join(cells).rstrip())
     return "\n".join(lines)
 
@@ -39,5 +41,6 @@ def table(
 def page(parts: Sequence[str | Table], markdown: bool = False) -> str:
     """Return paragraphs and tables, one below the other."""
     return "\n\n".join(
-        part if isinstance(part, str) else table(*part[:2], markdown, part.left) for part in parts
+        part if isinstance(part, str) else table(*part[:2], markdown, part.left_aligned)
+        for part in parts
     )

@@ -11,7 +11,7 @@ from typing import Any
 import tiktoken
 
 from support.cli import ARTICLE
-from support.files import check_fields, not_downloaded, read_json, read_text, said
+from support.files import check_fields, download_error, read_json, read_text, short_repr
 
 TIKTOKEN_FILE = "tokenizer.tiktoken"
 LLAMA3_FILE = "tokenizer.model"
@@ -105,7 +105,7 @@ def gpt2_tokenizer() -> tiktoken.Encoding:
     try:
         return tiktoken.get_encoding("gpt2")
     except Exception as error:  # whatever a network, its settings, a server or a full disk can do
-        raise not_downloaded("GPT-2's tokenizer", error) from error
+        raise download_error("GPT-2's tokenizer", error) from error
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
@@ -217,7 +217,7 @@ def read_special_tokens(added_tokens: list[Any], path: Path) -> dict[str, int]:
         special_ids[token["content"]] = token["id"]
         if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
             raise ValueError(
-                f"{path}: {said(token['content'])} takes spaces or words along, which isn't supported"
+                f"{path}: {short_repr(token['content'])} takes spaces or words along, which isn't supported"
             )
     return special_ids
 
@@ -279,7 +279,7 @@ def starting_tokens(
             tokens.append(item["SpecialToken"]["id"])
     if unknown := [token for token in tokens if token not in special_ids]:
         raise ValueError(
-            f"{path}: its post_processor adds {said(unknown[0])}, which is no special token"
+            f"{path}: its post_processor adds {short_repr(unknown[0])}, which is no special token"
         )
     return tuple(special_ids[token] for token in tokens)
 
@@ -296,7 +296,7 @@ def end_tokens(
     end_ids = tuple(ends) if isinstance(ends, list) else (ends,)
     if not end_ids or any(token not in list(special_ids.values()) for token in end_ids):
         raise ValueError(
-            f"{path.with_name(source)}: eos_token_id is {said(ends)}, which is no special token of {path}"
+            f"{path.with_name(source)}: eos_token_id is {short_repr(ends)}, which is no special token of {path}"
         )
     return end_ids
 

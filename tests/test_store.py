@@ -23,7 +23,7 @@ from torch import nn
 from gpt_kv_cache import GPT, GPTConfig, KVCache
 from recycle import prefilled_cache
 from support.fingerprints import fingerprint
-from support.prefix import common_prefix
+from support.prefix import common_prefix_length
 from support.store import Store, matched_tokens
 from tests.helpers import KINDS, Ran, class_of, of_kind, process
 
@@ -125,7 +125,9 @@ def test_the_longest_prefix_of_any_text_is_found_to_the_token(
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))  # no UTF-8
     store, held = Store(tiny, folder if on_disk else None), [[]]
     for ids in texts(seed, 60):
-        assert found(store, ids[:-1]) == max(common_prefix(ids[:-1], other) for other in held)
+        assert found(store, ids[:-1]) == max(
+            common_prefix_length(ids[:-1], other) for other in held
+        )
         put(store, ids)
         assert found(store, ids) == len(ids), "what was put is there"
         held.append(ids)

@@ -18,7 +18,7 @@ import torch
 from studies.replay import read_trace
 from support.cli import CommandLine
 from support.files import read_csv, read_json, read_text, write_atomically, write_json, write_text
-from support.printing import compare
+from support.printing import print_comparison
 
 
 def command_line() -> CommandLine:
@@ -244,7 +244,7 @@ def test_compare_tells_same_from_different_and_shows_medians(
 ) -> None:
     slow, fast = [50.0] + [8.0] * 33 + [30.0], [9.0] + [2.0] * 33 + [3.0]  # a prefill, 34 tokens
     for other, said in ((1, "Same tokens: yes"), (2, "Same tokens: NO (no cache: 35, ")):
-        compare(10, {"no cache": ([1] * 35, slow), "KV cache": ([other] * 35, fast)})
+        print_comparison(10, {"no cache": ([1] * 35, slow), "KV cache": ([other] * 35, fast)})
         printed = capsys.readouterr().out
         assert said in printed and "KV cache 0.08 s, 4.4 times as fast" in printed
         for label in ("45", "all"):

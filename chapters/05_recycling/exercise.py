@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gpt_kv_cache import GPT, KVCache
-from support.fingerprints import fingerprint, raw
+from support.fingerprints import fingerprint, raw_bytes
 
 # What safetensors raises on damaged files.
 UNREADABLE = (SafetensorError, OSError, ValueError, KeyError, RuntimeError, TypeError)
@@ -67,7 +67,7 @@ def save(file: Path, model: GPT, ids: Sequence[int], cache: KVCache) -> None:
     its len(cache) tokens, isn't saved.
 
     Ready to use: fingerprint(model), a text that changes with any weight, the geometry and the dtype; and
-    zlib.crc32(raw(x)), a checksum of a tensor's bytes (not of its shape or dtype). Metadata are texts.
+    zlib.crc32(raw_bytes(x)), a checksum of a tensor's bytes (not of its shape or dtype). Metadata are texts.
     """
     raise NotImplementedError("exercise 5.5")
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gpt_kv_cache import GPT, KVCache
-from support.fingerprints import fingerprint, raw
+from support.fingerprints import fingerprint, raw_bytes
 
 # What safetensors raises on damaged files.
 UNREADABLE = (SafetensorError, OSError, ValueError, KeyError, RuntimeError, TypeError)
@@ -89,7 +89,7 @@ def save(file: Path, model: GPT, ids: Sequence[int], cache: KVCache) -> None:
     its len(cache) tokens, isn't saved.
 
     Ready to use: fingerprint(model), a text that changes with any weight, the geometry and the dtype; and
-    zlib.crc32(raw(x)), a checksum of a tensor's bytes (not of its shape or dtype). Metadata are texts.
+    zlib.crc32(raw_bytes(x)), a checksum of a tensor's bytes (not of its shape or dtype). Metadata are texts.
     """
     # exercise 5.5
     kv = torch.stack(
@@ -140,7 +140,7 @@ def load(file: Path, model: GPT, ids: Sequence[int]) -> KVCache:
 def _checksum(tensors: dict[str, Tensor]) -> str:
     """Return a checksum of tensors, with their names, number formats and shapes."""
     text = "".join(
-        f"{name} {x.dtype} {tuple(x.shape)} {zlib.crc32(raw(x))};"
+        f"{name} {x.dtype} {tuple(x.shape)} {zlib.crc32(raw_bytes(x))};"
         for name, x in sorted(tensors.items())
     )
     return f"{zlib.crc32(text.encode()):08x}"
