@@ -13,7 +13,7 @@ from torch import Tensor
 import gpt_bounded_cache as bounded
 from gpt_bounded_cache import BoundedMemory, SlidingWindowCache
 from pocket import corpus
-from studies.bounding import study as memory
+from studies.bounding import study as bounding_study
 from support.statistics import bootstrap
 from tests.helpers import start
 from tests.test_bounded_cache import SMALL, SMALL_BCT, banded, ids_of, model_of
@@ -30,28 +30,32 @@ def test_bleu_is_that_of_sacrebleu() -> None:
         expected = sacrebleu.corpus_bleu(
             got, [references], tokenize="none", smooth_method="none"
         ).score
-        counts = np.stack([memory.bleu_counts(*pair) for pair in zip(got, references, strict=True)])
-        assert memory.bleu(counts).item() == pytest.approx(expected)
+        counts = np.stack(
+            [bounding_study.bleu_counts(*pair) for pair in zip(got, references, strict=True)]
+        )
+        assert bounding_study.bleu(counts).item() == pytest.approx(expected)
 
 
 def test_what_is_lost_is_compared_text_by_text() -> None:
     draws = np.random.default_rng(0)
     tokens = np.full(200, 100.0)
     base = np.stack([100 + 10 * draws.standard_normal(200), tokens], 1)
-    _, *same = bootstrap(np.stack([base + np.array([10, 0]), base], 1), memory.perplexity_rise)
+    _, *same = bootstrap(
+        np.stack([base + np.array([10, 0]), base], 1), bounding_study.perplexity_rise
+    )
     assert same == pytest.approx([math.exp(0.1) - 1] * 2)  # paired: no text differs from others
-    counts = np.stack([memory.bleu_counts(text, text) for text in SENTENCES])
-    none = np.stack([memory.bleu_counts("x", text) for text in SENTENCES])
-    assert bootstrap(np.stack([none, counts], 1), memory.bleu_loss) == pytest.approx(
+    counts = np.stack([bounding_study.bleu_counts(text, text) for text in SENTENCES])
+    none = np.stack([bounding_study.bleu_counts("x", text) for text in SENTENCES])
+    assert bootstrap(np.stack([none, counts], 1), bounding_study.bleu_loss) == pytest.approx(
         (100, 100, 100)
     )
-    assert bootstrap(np.stack([counts, counts], 1), memory.bleu_loss) == (0, 0, 0)
+    assert bootstrap(np.stack([counts, counts], 1), bounding_study.bleu_loss) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(24, 0), (5, 0), (4, 2)])
 def test_losses_of_long_texts_are_those_of_what_generate_sees(window: int, sinks: int) -> None:
     model, ids = model_of(SMALL), ids_of(2, 60)
-    one = memory.Memory("", model, lambda _: SlidingWindowCache(window, sinks))
+    one = bounding_study.Memory("", model, lambda _: SlidingWindowCache(window, sinks))
     starts = [bounded.context_start(t + 1, 24) for t in range(59)]
     seen = [banded(model, ids[:, start : t + 1], window, sinks) for t, start in enumerate(starts)]
     check_losses(one, ids, torch.stack([logits[:, -1] for logits in seen], dim=1).float())
@@ -59,11 +63,13 @@ def test_losses_of_long_texts_are_those_of_what_generate_sees(window: int, sinks
 
 def test_losses_of_long_texts_of_a_bct_are_those_of_one_pass() -> None:
     model, ids = model_of(SMALL_BCT), ids_of(2, 60)
-    check_losses(memory.Memory("", model, lambda _: BoundedMemory()), ids, model(ids[:, :-1]))
+    check_losses(
+        bounding_study.Memory("", model, lambda _: BoundedMemory()), ids, model(ids[:, :-1])
+    )
 
 
-def check_losses(one: memory.Memory, ids: Tensor, logits: Tensor) -> None:
-    got = memory.stream_losses(one, ids, chunk=7)
+def check_losses(one: bounding_study.Memory, ids: Tensor, logits: Tensor) -> None:
+    got = bounding_study.stream_losses(one, ids, chunk=7)
     expected = F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
     torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
 

@@ -85,6 +85,27 @@ def bleu_loss(counts: np.ndarray) -> np.ndarray:
     return bleu(counts[..., 1, :]) - bleu(counts[..., 0, :])
 
 
+class Remembered(NamedTuple):
+    """What a memory knows of held-out texts: nats and tokens (documents, 2), and the counts that
+    BLEU is made of (explanations, 10)."""
+
+    nats: np.ndarray
+    bleu_counts: np.ndarray
+
+
+def explanation_counts(
+    memory: Memory, tokenizer: Any, questions: list[corpus.Question]
+) -> np.ndarray:
+    """Return the counts (questions, 10) that BLEU is made of, of the answers written with a memory."""
+    counts = []
+    for question in questions:
+        ids = torch.tensor([tokenizer.encode_ordinary(question.prompt)])
+        new_ids = memory.write(ids, 220, stop_id=tokenizer.eot_token)[0].tolist()
+        text = tokenizer.decode(new_ids).removesuffix(END_OF_TEXT).strip()
+        counts.append(bleu_counts(text, question.answer))
+    return np.array(counts)
+
+
 def measure_quality(
     rows: Rows,
     setting: Setting,
@@ -99,19 +120,13 @@ def measure_quality(
     token_ids = [[*tokenizer.encode_ordinary(d.text), tokenizer.eot_token] for d in documents]
     explanation_questions = corpus.explain_questions("test", size.explanations)
     recall_questions = corpus.recall_questions("test", size.facts)
-    full_figures = None
+    full = None
     for way in dict.fromkeys([next(iter(memories)), *due]):
         memory = memories[way]
         losses = [token_losses(memory, text) for text in token_ids]
-        nats_and_tokens = np.array([[float(nats.double().sum()), len(nats)] for nats in losses])
-        counts = []
-        for question in explanation_questions:
-            ids = torch.tensor([tokenizer.encode_ordinary(question.prompt)])
-            new_ids = memory.write(ids, 220, stop_id=tokenizer.eot_token)[0].tolist()
-            text = tokenizer.decode(new_ids).removesuffix(END_OF_TEXT).strip()
-            counts.append(bleu_counts(text, question.answer))
-        counts = np.array(counts)
-        full_figures = full_figures or (nats_and_tokens, counts)
+        nats = np.array([[float(loss.double().sum()), len(loss)] for loss in losses])
+        counts = explanation_counts(memory, tokenizer, explanation_questions)
+        full = full or Remembered(nats, counts)
         if way not in due:
             continue
         right_count = round(score_answers(memory, tokenizer, recall_questions)[1] * size.facts)
@@ -120,15 +135,15 @@ def measure_quality(
             way,
             setting,
             size.documents,
-            perplexity=bootstrap(nats_and_tokens, perplexity),
-            above=bootstrap(np.stack([nats_and_tokens, full_figures[0]], 1), perplexity_rise),
+            perplexity=bootstrap(nats, perplexity),
+            above=bootstrap(np.stack([nats, full.nats], 1), perplexity_rise),
         )
         rows.add_figures(
             way,
             setting,
             size.explanations,
             bleu=bootstrap(counts, bleu),
-            lost=bootstrap(np.stack([counts, full_figures[1]], 1), bleu_loss),
+            lost=bootstrap(np.stack([counts, full.bleu_counts], 1), bleu_loss),
         )
         rows.add_figures(way, setting, size.facts, facts=wilson(right_count, size.facts))
 
