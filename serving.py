@@ -1,12 +1,11 @@
 """Twelve prompts served one at a time, as a padded batch and in blocks: the demo of paged.py, and
 its trace."""
 
-import timeit
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from string import ascii_lowercase as LETTERS
-from typing import Any
+from typing import Any, NamedTuple
 
 import tiktoken
 import torch
@@ -17,11 +16,19 @@ from gpt_kv_cache import GPT, KVCache, generate
 from paged import PagedCache, Server
 from recycle import DATA, read_prompts
 from support.tables import table
+from support.timing import time_call
 from support.tracing import write_page
 
-ROWS = 24  # of the picture
+PICTURE_ROWS = 24
 HEADER = "", "ms", "tokens/s", "bytes held", "wasted", "blocks", "shared", "put back", "same tokens"
-Served = tuple[list[list[int]], int, int]  # the texts' tokens, the most bytes, and those wasted
+
+
+class Served(NamedTuple):
+    """The new tokens of each text, and the bytes of keys and values at the fullest step."""
+
+    texts: list[list[int]]
+    held_bytes: int
+    wasted_bytes: int
 
 
 def prompts_of(tokenizer: tiktoken.Encoding) -> list[list[int]]:
@@ -34,27 +41,28 @@ class PaddedCache(SlidingWindowCache):
     """Keys and values of B texts with room for the longest each: the layout that blocks replace.
     Padding stands before the shorter ones, and is seen by itself only."""
 
-    def __init__(self, lengths: Tensor, new: int) -> None:
-        """lengths (B, 1) of the prompts; new: tokens after each."""
+    def __init__(self, lengths: Tensor, n_new: int) -> None:
+        """lengths (B, 1) of the prompts; n_new: tokens after each."""
         longest = int(lengths.max())
-        super().__init__(longest + new - 1)  # and a spare slot
+        super().__init__(longest + n_new - 1)  # and a spare slot
         self.padding = longest - lengths
 
     def positions(self, T: int) -> Tensor:
         """Return the positions (B, T) of the next T tokens, 0 for padding."""
-        slot = len(self) + torch.arange(T, device=self.padding.device)
-        return (slot - self.padding).clamp(min=0)
+        slots = len(self) + torch.arange(T, device=self.padding.device)
+        return (slots - self.padding).clamp(min=0)
 
     def append(
         self, layer: int, k: Tensor, v: Tensor, pos: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Add keys and values (B, H, T, D) of tokens at positions pos (B, T); return all and a mask
         (B, 1, T, S)."""
-        query = len(self) + torch.arange(pos.size(1), device=pos.device)[:, None]  # slots
-        k, v, _ = super().append(layer, k, v, query[:, 0])
-        key = torch.arange(k.size(2), device=pos.device)
-        seen = (key <= query) & (key >= self.padding[..., None]) | (key == query)  # (B, T, S)
-        return k, v, seen[:, None]
+        query_slots = len(self) + torch.arange(pos.size(1), device=pos.device)[:, None]  # (T, 1)
+        k, v, _ = super().append(layer, k, v, query_slots[:, 0])
+        key_slots = torch.arange(k.size(2), device=pos.device)
+        is_text = (key_slots <= query_slots) & (key_slots >= self.padding[..., None])
+        mask = is_text | (key_slots == query_slots)  # (B, T, S)
+        return k, v, mask[:, None]
 
     def commit(self, pos: Tensor) -> None:
         super().commit(len(self) + torch.arange(pos.size(1), device=pos.device))
@@ -63,93 +71,110 @@ class PaddedCache(SlidingWindowCache):
 @torch.no_grad()
 def one_at_a_time(model: GPT, prompts: Sequence[list[int]], limits: Sequence[int]) -> Served:
     """Serve prompts alone, limits[i] tokens after each."""
-    texts, most = [], 0
+    texts, held_bytes = [], 0
     for ids, n in zip(prompts, limits, strict=True):
         cache = KVCache()
         tokens = generate(
             model, torch.tensor([ids], device=model.wte.weight.device), n, cache=cache
         )
         texts.append([int(token) for token in tokens])
-        most = max(most, cache.nbytes)
-    return texts, most, 0
+        held_bytes = max(held_bytes, cache.nbytes)
+    return Served(texts, held_bytes, wasted_bytes=0)
 
 
 @torch.no_grad()
-def padded(model: GPT, prompts: Sequence[list[int]], limits: Sequence[int]) -> Served:
+def padded_batch(model: GPT, prompts: Sequence[list[int]], limits: Sequence[int]) -> Served:
     """Serve prompts as one batch, in which every text has the room of the longest and lasts as
     long as the last."""
-    lengths, n, device = [*map(len, prompts)], max(limits), model.wte.weight.device
+    lengths, n_new, device = [*map(len, prompts)], max(limits), model.wte.weight.device
     longest = max(lengths)
-    cache = PaddedCache(torch.tensor(lengths, device=device)[:, None], n)
+    cache = PaddedCache(torch.tensor(lengths, device=device)[:, None], n_new)
     ids = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts], device=device)
-    texts = torch.cat([*generate(model, ids, n, cache=cache)], 1).tolist()
+    texts = torch.cat([*generate(model, ids, n_new, cache=cache)], 1).tolist()
     texts = [text[:limit] for text, limit in zip(texts, limits, strict=True)]
-    held = sum(lengths) + sum(limits) - len(limits)  # a text's last token is never read
-    return texts, cache.nbytes, cache.nbytes - cache.nbytes * held // (len(prompts) * (longest + n))
+    n_read = sum(lengths) + sum(limits) - len(limits)  # a text's last token is never read
+    used_bytes = cache.nbytes * n_read // (len(prompts) * (longest + n_new))
+    return Served(texts, cache.nbytes, cache.nbytes - used_bytes)
 
 
-class Record:
-    """What a Server writes, and after each step who owned which block.
+class ServingRecord:
+    """What a Server writes, and after each step which texts owned which block.
 
-    used, wasted are the blocks and the empty slots of the step with most blocks in use; shared the
-    most blocks that several texts owned. owners[block] are the numbers of its texts; written are
-    (text, token); events say who came, was put back, and is complete."""
+    used_blocks and wasted_slots are those of the step with most blocks in use; shared_blocks are the most that had
+    several owners. Of a step, owners[block] are the numbers of its texts; written are (text, token); events say which
+    texts were admitted, put back or complete."""
 
     def __init__(self, server: Server) -> None:
-        cache, self.server, self.steps = server.cache, server, []
-        self.texts, held = [[] for _ in server.texts], set()
+        self.server = server
+        self.texts: list[list[int]] = [[] for _ in server.texts]
+        self.steps: list[dict[str, Any]] = []
+        running: set[int] = set()
         while server.busy:
             written = server.step()
             for number, token in written:
                 self.texts[number].append(token)
-            now = {text.number for text in server.running}
-            waiting = [text.number for text in server.waiting]
-            events = {
-                "admitted": now - held,
-                "complete": held.difference(now, waiting),
-                "put back": held.intersection(waiting),
-            }
-            owners = [[] for _ in range(cache.n_blocks)]
-            filled = [0] * cache.n_blocks
-            for text in server.running:
-                for i, block in enumerate(text.block_table):
-                    owners[block].append(text.number)
-                    filled[block] = max(
-                        filled[block], min(cache.block_size, text.n_read - i * cache.block_size)
-                    )
-            step = {
-                "owners": owners,
-                "filled": filled,
-                "found": [bool(found) for found in cache.prefix_entries],
-                "written": written,
-                "reading": server.prefilling.number if server.prefilling else None,
-                "waiting": waiting,
-                "events": {what: sorted(who) for what, who in events.items() if who},
-            }
-            self.steps.append(step)
-            held = now
-        fullest = max(self.steps, key=lambda step: sum(map(bool, step["owners"])))
-        self.used = sum(map(bool, fullest["owners"]))
-        self.wasted = self.used * cache.block_size - sum(fullest["filled"])
-        self.shared = max(sum(len(who) > 1 for who in step["owners"]) for step in self.steps)
+            self.steps.append(self.step_record(written, running))
+            running = {text.number for text in server.running}
+        blocks_in_use = [sum(map(bool, step["owners"])) for step in self.steps]
+        self.used_blocks = max(blocks_in_use)
+        filled_slots = sum(self.steps[blocks_in_use.index(self.used_blocks)]["filled"])
+        self.wasted_slots = self.used_blocks * server.cache.block_size - filled_slots
+        self.shared_blocks = max(
+            sum(len(owners) > 1 for owners in step["owners"]) for step in self.steps
+        )
+
+    def step_record(self, written: list[tuple[int, int]], was_running: set[int]) -> dict[str, Any]:
+        """Return the state after a step that wrote these tokens; was_running: the texts that had blocks before it."""
+        server, cache = self.server, self.server.cache
+        running = {text.number for text in server.running}
+        waiting = [text.number for text in server.waiting]
+        events = {
+            "admitted": running - was_running,
+            "complete": was_running.difference(running, waiting),
+            "put back": was_running.intersection(waiting),
+        }
+        owners: list[list[int]] = [[] for _ in range(cache.n_blocks)]
+        filled = [0] * cache.n_blocks  # slots
+        for text in server.running:
+            for index, block in enumerate(text.block_table):
+                n_read = min(cache.block_size, text.n_read - index * cache.block_size)
+                owners[block].append(text.number)
+                filled[block] = max(filled[block], n_read)
+        return {
+            "owners": owners,
+            "filled": filled,
+            "found": [entry is not None for entry in cache.prefix_entries],
+            "written": written,
+            "reading": server.prefilling.number if server.prefilling else None,
+            "waiting": waiting,
+            "events": {event: sorted(texts) for event, texts in events.items() if texts},
+        }
+
+    def served(self) -> Served:
+        """Return the texts, and the bytes of the step with most blocks in use."""
+        cache = self.server.cache
+        token_bytes = cache.pool[..., 0, 0, :].nbytes
+        used_bytes = self.used_blocks * cache.block_size * token_bytes
+        return Served(self.texts, used_bytes, self.wasted_slots * token_bytes)
 
     def picture(self) -> str:
-        """Return a line for some of the steps: a letter for the text that owns a block, or how many
-        do."""
-        every = -(-len(self.steps) // ROWS)
+        """Return a line for some of the steps: a letter for the text that owns a block, or the number of its owners."""
+        steps_per_row = -(-len(self.steps) // PICTURE_ROWS)
         lines = [f"{'step':>6}  {'block 0 ...':{self.server.cache.n_blocks}}"]
-        for first in range(0, len(self.steps), every):
-            steps = self.steps[first : first + every]
-            last, words = steps[-1], []
-            row = "".join(map(cell, last["owners"], last["found"]))
-            for what in ("admitted", "put back", "complete"):
-                who = [LETTERS[n] for step in steps for n in step["events"].get(what, [])]
-                if who:
-                    words.append(f"{''.join(who)} {what}")
-            lines.append(f"{first + len(steps):>6}  {row}  {', '.join(words)}".rstrip())
+        for first in range(0, len(self.steps), steps_per_row):
+            steps = self.steps[first : first + steps_per_row]
+            blocks = "".join(map(block_symbol, steps[-1]["owners"], steps[-1]["found"]))
+            events = []
+            for event in ("admitted", "put back", "complete"):
+                letters = [LETTERS[n] for step in steps for n in step["events"].get(event, [])]
+                if letters:
+                    events.append(f"{''.join(letters)} {event}")
+            lines.append(f"{first + len(steps):>6}  {blocks}  {', '.join(events)}".rstrip())
         return "\n".join(lines)
 
-    def write(self, path: Path, tokenizer: tiktoken.Encoding, prompts: list[list[int]]) -> None:
+    def write_trace(
+        self, path: Path, tokenizer: tiktoken.Encoding, prompts: list[list[int]]
+    ) -> None:
         """Write a page that plays the steps."""
         steps = []
         for step in self.steps:
@@ -163,73 +188,74 @@ class Record:
         write_page(path, "paged.py", data, "tracing_blocks.html")
 
 
-def cell(who: list[int], found: bool) -> str:
+def block_symbol(owners: list[int], can_be_found: bool) -> str:
     """Return a block in the picture, by its owners and whether a text would find it."""
-    if len(who) > 1:
-        return str(len(who)) if len(who) < 10 else "+"
-    if who:
-        return LETTERS[who[0]]
-    return ":" if found else "."
+    if len(owners) > 1:
+        return str(len(owners)) if len(owners) < 10 else "+"
+    if owners:
+        return LETTERS[owners[0]]
+    return ":" if can_be_found else "."
 
 
-def fastest(run: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the fewer seconds of two runs, and what a run returns."""
-    found = []
-    seconds = timeit.repeat(lambda: found.append(run()), repeat=2, number=1)
-    return min(seconds), found[-1]
+def faster_of_two(run: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the seconds of the faster of two runs, and what it returns."""
+    runs = [time_call(run) for _ in range(2)]
+    return min(runs, key=lambda timed: timed[0])
 
 
 def demo(
     model: GPT,
     tokenizer: tiktoken.Encoding,
-    n: int,
-    size: int,
-    blocks: int | None,
-    chunk: int,
-    trace: Path | None,
+    max_new_tokens: int,
+    block_size: int,
+    n_blocks: int | None,
+    chunk_size: int,
+    trace_file: Path | None,
 ) -> None:
-    """Print a table of what each way costs, and a picture of the blocks; n: the most tokens written
-    to a text, of which others get less. blocks: of the last row; half of what the row before uses
-    unless it is given."""
+    """Print a table of what each way costs, and a picture of the blocks. Every fourth prompt gets max_new_tokens, the
+    others fewer. n_blocks: of the last row; without it half of what the row before uses."""
     prompts = prompts_of(tokenizer)
-    limits = [max(1, n * (i % 4 + 1) // 4) for i in range(len(prompts))]
+    limits = [max(1, max_new_tokens * (i % 4 + 1) // 4) for i in range(len(prompts))]
     lengths = [*map(len, prompts)]
     longest = max(lengths)
-    if longest + n > model.context:
+    if longest + max_new_tokens > model.context:
         raise ValueError(
-            f"a prompt of {longest} tokens and {n} more exceed the context of {model.context}"
+            f"a prompt of {longest} tokens and {max_new_tokens} more exceed the context of {model.context}"
         )
 
-    def server(blocks: int) -> Server:
-        waiting = Server(model, PagedCache(model, blocks, size), chunk)
+    def new_server(n_blocks: int) -> Server:
+        server = Server(model, PagedCache(model, n_blocks, block_size), chunk_size)
         for ids, limit in zip(prompts, limits, strict=True):
-            waiting.add(ids, limit)
-        return waiting
+            server.add(ids, limit)
+        return server
 
-    if blocks:
-        server(blocks)  # too few are refused before anything takes time
-    rows, expected = [], []
+    if n_blocks:
+        new_server(n_blocks)  # too few are refused before anything takes time
+    rows, all_texts = [], []
 
-    def add(name: str, seconds: float, served: Served, *counts: object) -> None:
-        texts, *memory = served
-        expected.append(texts)
-        figures = [1e3 * seconds, sum(limits) / seconds, *memory]
-        same = "yes" if texts == expected[0] else "NO"
-        rows.append([name, *(f"{x:,.0f}" for x in figures), *map(str, counts), same])
+    def add_row(name: str, seconds: float, served: Served, *counts: object) -> None:
+        all_texts.append(served.texts)
+        figures = [1e3 * seconds, sum(limits) / seconds, served.held_bytes, served.wasted_bytes]
+        same = "yes" if served.texts == all_texts[0] else "NO"
+        rows.append([name, *(f"{figure:,.0f}" for figure in figures), *map(str, counts), same])
 
-    for name, way in (("one at a time", one_at_a_time), ("a padded batch", padded)):
-        add(name, *fastest(partial(way, model, prompts, limits)), "-", "-", "-")
-    each = [-(-(m + limit - 1) // size) for m, limit in zip(lengths, limits, strict=True)]
-    budget = sum(each)
+    for name, serve in (("one at a time", one_at_a_time), ("a padded batch", padded_batch)):
+        seconds, served = faster_of_two(partial(serve, model, prompts, limits))
+        add_row(name, seconds, served, "-", "-", "-")
+    blocks_needed = [
+        -(-(length + limit - 1) // block_size)
+        for length, limit in zip(lengths, limits, strict=True)
+    ]
+    budget = sum(blocks_needed)
     for name in ("blocks for all", "few blocks"):
-        seconds, record = fastest(lambda budget=budget: Record(server(budget)))
-        budget = blocks or max(*each, record.used // 2)  # of the last row
-        token = record.server.cache.pool[..., 0, 0, :].nbytes
-        served = record.texts, record.used * size * token, record.wasted * token
-        add(name, seconds, served, record.used, record.shared, record.server.n_preempted)
+        seconds, record = faster_of_two(lambda budget=budget: ServingRecord(new_server(budget)))
+        budget = n_blocks or max(*blocks_needed, record.used_blocks // 2)  # of the last row
+        served = record.served()
+        preempted = record.server.n_preempted
+        add_row(name, seconds, served, record.used_blocks, record.shared_blocks, preempted)
     print(f"""\
-Twelve prompts of {min(lengths)} to {longest} tokens, half with a common header, and {min(limits)} to {n} greedy
-tokens after each; blocks of {size} tokens, prompts read in chunks of {chunk}.
+Twelve prompts of {min(lengths)} to {longest} tokens, half with a common header, and {min(limits)} to {max_new_tokens} greedy
+tokens after each; blocks of {block_size} tokens, prompts read in chunks of {chunk_size}.
 
 {table(HEADER, rows)}
 
@@ -244,6 +270,6 @@ and a new text would find what ":" holds.
 
 Exact: every text's tokens are its own. Slow: PyTorch copies all keys and values in every step, as a kernel
 needn't. `python3 -m benchmarks --requests` measures both on GPT-2 124M.""")
-    if trace:
-        record.write(trace, tokenizer, prompts)
-        print(f"[step by step: {trace}]")
+    if trace_file:
+        record.write_trace(trace_file, tokenizer, prompts)
+        print(f"[step by step: {trace_file}]")

@@ -17,7 +17,7 @@ from benchmarks.runners import Ours, Setup, Transformers
 from benchmarks.words import Figures, render_words
 from gpt_kv_cache import GPT
 from paged import PagedCache, Server
-from serving import Record, one_at_a_time
+from serving import ServingRecord, one_at_a_time
 from support.tables import Table
 
 BASE, PAGED = "gpt_kv_cache.py, one at a time", "paged.py"
@@ -49,9 +49,7 @@ def serve_in_blocks(model: GPT, prompts: Prompts, limits: TokenLimits) -> Served
     server = Server(model, PagedCache(model, blocks, BLOCK_TOKENS), CHUNK_TOKENS)
     for ids, limit in requests:
         server.add(ids, limit)
-    record = Record(server)
-    token_bytes = server.cache.pool[..., 0, 0, :].nbytes
-    return record.texts, record.used * BLOCK_TOKENS * token_bytes, record.wasted * token_bytes
+    return ServingRecord(server).served()
 
 
 def serve_padded(model: Any, prompts: Prompts, limits: TokenLimits) -> Served:

@@ -15,47 +15,55 @@ import torch
 from gpt_kv_cache import GPT, GPTConfig
 from load_gpt2_weights import load_model, load_tokenizer
 from paged import PagedCache, Server
-from serving import Record, prompts_of
+from serving import ServingRecord, prompts_of
 from support.tables import table
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    c = load_model("pocket", model_class=GPT).config
-    of_token = 2 * c.n_layer * c.n_head * c.head_dim * 4  # bytes, in float32
+    config = load_model("pocket", model_class=GPT).config
+    token_bytes = 2 * config.n_layer * config.n_head * config.head_dim * 4  # in float32
     prompts = prompts_of(load_tokenizer("pocket"))
     limits = [20 * (i % 4 + 1) for i in range(len(prompts))]
-    ends = [len(ids) + n for ids, n in zip(prompts, limits, strict=True)]
+    lengths = [len(ids) + limit for ids, limit in zip(prompts, limits, strict=True)]
     print(
         f"{len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens, half of them with a "
         f"common header, and {min(limits)} to {max(limits)} more"
     )
-    read = sum(ends) - len(ends)  # a text's last token is never read
+    n_read = sum(lengths) - len(lengths)  # a text's last token is never read
 
-    def row(name: str, room: int, empty: int, shared: object = "-") -> list[str]:
+    def row(name: str, slots: int, empty_slots: int, shared_blocks: object = "-") -> list[str]:
         return [
             name,
-            f"{room:,}",
-            f"{empty:,}",
-            f"{empty / room:.0%}",
-            f"{empty * of_token:,}",
-            f"{shared}",
+            f"{slots:,}",
+            f"{empty_slots:,}",
+            f"{empty_slots / slots:.0%}",
+            f"{empty_slots * token_bytes:,}",
+            f"{shared_blocks}",
         ]
 
+    rows = []
     longest = max(map(len, prompts)) + max(limits)
-    rows = [
-        row(name, each * len(prompts), each * len(prompts) - read)
-        for name, each in ((f"{c.n_ctx} slots each", c.n_ctx), ("a padded batch", longest))
-    ]
-    tiny = GPT(
-        GPTConfig(vocab_size=c.vocab_size, n_ctx=c.n_ctx, n_layer=1, n_head=1, n_embd=8)
-    ).eval()
-    for size in (64, 16, 4, 1):
-        server = Server(tiny, PagedCache(tiny, sum(-(-end // size) for end in ends), size))
-        for ids, n in zip(prompts, limits, strict=True):
-            server.add(ids, n)
-        record = Record(server)
-        rows.append(row(f"blocks of {size}", record.used * size, record.wasted, record.shared))
+    for name, slots_each in (
+        (f"{config.n_ctx} slots each", config.n_ctx),
+        ("a padded batch", longest),
+    ):
+        slots = slots_each * len(prompts)
+        rows.append(row(name, slots, slots - n_read))
+    tiny_config = GPTConfig(
+        vocab_size=config.vocab_size, n_ctx=config.n_ctx, n_layer=1, n_head=1, n_embd=8
+    )
+    tiny_model = GPT(tiny_config).eval()
+    for block_size in (64, 16, 4, 1):
+        n_blocks = sum(-(-length // block_size) for length in lengths)
+        server = Server(tiny_model, PagedCache(tiny_model, n_blocks, block_size))
+        for ids, limit in zip(prompts, limits, strict=True):
+            server.add(ids, limit)
+        record = ServingRecord(server)
+        slots = record.used_blocks * block_size
+        rows.append(
+            row(f"blocks of {block_size}", slots, record.wasted_slots, record.shared_blocks)
+        )
     print(table(["", "slots", "empty", "", "bytes wasted", "blocks shared"], rows))
 
 
