@@ -55,33 +55,36 @@ class Index:
     """Runs of blocks, none of them split; the least recently used run that nothing continues is evicted first."""
 
     def __init__(self, capacity: float) -> None:
-        self.capacity, self.held = capacity, 0  # in blocks
+        self.capacity = capacity  # in blocks
+        self.block_count = 0
         # By their first block, whose id says what comes before it. Oldest first, and each run before that which it
         # continues: the first has none that continues it.
         self.runs = OrderedDict()
 
     def put(self, blocks: tuple[str, ...]) -> int:
         """Store blocks, as far as they fit; return how many of them were there."""
-        path, found = [], 0
-        while found < len(blocks) and blocks[found] in self.runs:
-            path.append(blocks[found])
-            run = self.runs[blocks[found]]
-            found += common_prefix_length(run, blocks[found : found + len(run)])
+        path, stored_count = [], 0
+        while stored_count < len(blocks) and blocks[stored_count] in self.runs:
+            path.append(blocks[stored_count])
+            run = self.runs[blocks[stored_count]]
+            stored_count += common_prefix_length(
+                run, blocks[stored_count : stored_count + len(run)]
+            )
         for run in reversed(path):
             self.runs.move_to_end(run)
-        new = blocks[found:]
-        while self.held + len(new) > self.capacity:
+        new_blocks = blocks[stored_count:]
+        while self.block_count + len(new_blocks) > self.capacity:
             oldest = next(iter(self.runs), None)
             if oldest is None or oldest in path:
-                new = new[: int(self.capacity) - self.held]
+                new_blocks = new_blocks[: int(self.capacity) - self.block_count]
                 break
-            self.held -= len(self.runs.pop(oldest))
-        if new:
-            self.runs[new[0]] = new
-            self.held += len(new)
+            self.block_count -= len(self.runs.pop(oldest))
+        if new_blocks:
+            self.runs[new_blocks[0]] = new_blocks
+            self.block_count += len(new_blocks)
             for run in reversed(path):
                 self.runs.move_to_end(run)
-        return found
+        return stored_count
 
 
 def hit_rates(requests: list[Request], capacity: float) -> dict[str, float]:
@@ -92,57 +95,58 @@ def hit_rates(requests: list[Request], capacity: float) -> dict[str, float]:
     index = Index(capacity)
     counts = np.zeros((2, 3))  # found, of all: blocks, tokens, requests
     for tokens, blocks in requests:
-        known = index.put(blocks)
-        counts[0] += known, min(known * BLOCK, tokens - 1), known > 0
+        found_blocks = index.put(blocks)
+        counts[0] += found_blocks, min(found_blocks * BLOCK, tokens - 1), found_blocks > 0
         counts[1] += len(blocks), tokens, 1
     shares = (counts[0] / counts[1]).tolist()
     return dict(zip(("block_hit_rate", "token_hit_rate", "request_hit_rate"), shares, strict=True))
 
 
-def replay(path: Path, capacities: Sequence[int], out: Path) -> None:
+def replay_trace(path: Path, capacities: Sequence[int], folder: Path) -> None:
     """Print, write and draw the hit rates of a trace over capacities, by default 500 blocks, doubled
     repeatedly, and those of a cache without limit."""
     requests = read_trace(path)
-    unique = len({block for request in requests for block in request.blocks})
-    doubled = [500 << i for i in range(30) if 500 << i < unique]
-    rows, cells = [], []
-    for size in [*sorted(capacities or doubled), math.inf]:
-        rates = hit_rates(requests, size)
-        name, tokens = "no limit" if size == math.inf else size, BLOCK * min(size, unique)
+    block_count = len({block for request in requests for block in request.blocks})
+    default_capacities = [500 << i for i in range(30) if 500 << i < block_count]
+    rows, shown_rows = [], []
+    for capacity in [*sorted(capacities or default_capacities), math.inf]:
+        rates = hit_rates(requests, capacity)
+        name = "no limit" if capacity == math.inf else capacity
+        tokens = BLOCK * min(capacity, block_count)
         rows.append([name, tokens, *rates.values()])
-        cells.append([f"{name}", f"{tokens:,}", *map("{:.1%}".format, rates.values())])
+        shown_rows.append([f"{name}", f"{tokens:,}", *map("{:.1%}".format, rates.values())])
     header = ["capacity_blocks", "tokens", *rates]
     print(
-        f"{path.name}: {len(requests):,} requests, {unique:,} different blocks of {BLOCK}\n\n"
-        f"{table(header, cells)}\n\nEvicted first: the least recently used run that nothing "
+        f"{path.name}: {len(requests):,} requests, {block_count:,} different blocks of {BLOCK}\n\n"
+        f"{table(header, shown_rows)}\n\nEvicted first: the least recently used run that nothing "
         "continues. The order of requests counts, their times don't."
     )
-    file = out / f"replay_{path.stem}.csv"
-    write_csv(file, header, rows)
-    draw(file)
-    print(f"Written to {out}")
+    csv_file = folder / f"replay_{path.stem}.csv"
+    write_csv(csv_file, header, rows)
+    draw_hit_rates(csv_file)
+    print(f"Written to {folder}")
 
 
-def draw(file: Path) -> None:
+def draw_hit_rates(csv_file: Path) -> None:
     """Draw hit rates against capacity, as replay() has written them."""
-    *limited, unlimited = read_csv(file)
-    finite = [int(row["capacity_blocks"]) for row in limited]
-    name, unique = file.stem.removeprefix("replay_"), int(unlimited["tokens"]) // BLOCK
+    *limited, unlimited = read_csv(csv_file)
+    capacities = [int(row["capacity_blocks"]) for row in limited]
+    name, block_count = csv_file.stem.removeprefix("replay_"), int(unlimited["tokens"]) // BLOCK
 
     def curves(axes: Any) -> None:
         for key, style in (("token", "o-"), ("block", "s--")):
-            found = [100 * float(row[f"{key}_hit_rate"]) for row in limited]
-            axes.plot(finite, found, style, label=f"{key}s", markersize=4)
-        most = 100 * float(unlimited["token_hit_rate"])
-        axes.axhline(most, color="grey", linestyle=":", label="tokens, no limit")
+            percentages = [100 * float(row[f"{key}_hit_rate"]) for row in limited]
+            axes.plot(capacities, percentages, style, label=f"{key}s", markersize=4)
+        highest = 100 * float(unlimited["token_hit_rate"])
+        axes.axhline(highest, color="grey", linestyle=":", label="tokens, no limit")
         axes.set_xscale("log", base=2)
-        axes.set_xticks(finite, [f"{size:,}" for size in finite])
+        axes.set_xticks(capacities, [f"{size:,}" for size in capacities])
 
     write_figure(
-        file.with_suffix(".png"),
+        csv_file.with_suffix(".png"),
         curves,
         title=f"{name}: what is found in the cache",
-        xlabel=f"capacity in blocks of {BLOCK} tokens ({unique:,} different ones in the trace)",
+        xlabel=f"capacity in blocks of {BLOCK} tokens ({block_count:,} different ones in the trace)",
         ylabel="% found",
         ylim=(0, None),
     )
@@ -163,7 +167,7 @@ def main(argv: list[str] | None = None) -> None:
         help="JSON objects, one per line: input_length, hash_ids",
     )
     with cli.parse(argv) as args:
-        replay(args.trace, [500, 4000, 32000] if args.quick else [], args.out)
+        replay_trace(args.trace, [500, 4000, 32000] if args.quick else [], args.out)
 
 
 if __name__ == "__main__":

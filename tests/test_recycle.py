@@ -259,13 +259,13 @@ def test_in_the_sources_order_all_cold_runs_come_first_and_what_is_stored_next(
     monkeypatch.setattr(
         trial.recycler, "store_prompt", lambda text: events.append("store") or add(text)
     )
-    found = trial.run(texts, "source", 3)
+    found = trial.store_and_answer(texts, "source", 3)
     assert events == ["cold"] * 2 + ["store"] * 2 + ["published"] * 2 + ["recycled"] * 2
     rows = Rows("recycling", tmp_path, no_verdict_reason="trial")
-    recycling.add_rows(rows, trial, found, {"model": "x"})
+    recycling.add_answers(rows, trial, found, {"model": "x"})
     answers, depth = (rows.figure("recycled", metric, model="x") for metric in ("answers", "depth"))
     assert answers.value == 2 and 0.4 < depth.value < 1
-    assert tiny_trial(["Question: what?"]).unrelated(texts) == texts[:1]
+    assert tiny_trial(["Question: what?"]).unrelated_prompts(texts) == texts[:1]
     with pytest.raises(ValueError, match="exceed the context, 64"):
         tiny_trial(["goat " * 200])
 
@@ -278,11 +278,11 @@ def test_alpha_is_the_slope_through_zero() -> None:
 def test_a_run_that_differs_from_the_recorded_one_gives_no_verdict(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def answered(trial: recycling.Trial, *_: object) -> recycling.Found:
+    def answered(trial: recycling.Trial, *_: object) -> recycling.AnswersByWay:
         made = [recycling.Answer([1], 1.0, 1.0, 0, 9)]
         return {(way, text): made for way in recycling.WAYS for text in trial.tests}
 
-    monkeypatch.setattr(recycling.Trial, "run", answered)
+    monkeypatch.setattr(recycling.Trial, "store_and_answer", answered)
     ran = run(recycling.main, "--out", tmp_path, *words)
     assert ran.code == 0, ran.err
     assert ("and no verdict" in ran.out) == bool(words) == ("HOLDS" not in ran.out)
@@ -330,7 +330,7 @@ def test_replay_counts_what_a_brute_force_counts(tmp_path: Path) -> None:
     trace, out = tmp_path / "small.jsonl", tmp_path / "out"
     trace.write_text("\n".join(map(json.dumps, requests)))
     out.mkdir()
-    replay.replay(trace, [1, 20, 80, 300, 10**6], out)
+    replay.replay_trace(trace, [1, 20, 80, 300, 10**6], out)
     assert (out / "replay_small.png").exists()
     *rates, unlimited = [float(row["token_hit_rate"]) for row in read_csv(out / "replay_small.csv")]
     in_all = sum(request["input_length"] for request in requests)

@@ -48,74 +48,75 @@ from support.timing import run_in_turns, time_call, time_text
 from support.tokenizers import END_OF_TEXT
 
 WAYS = {"cold": "cold", "recycled": "longest", "published": "published"}  # by recycle.py's names
-ENCODER, NEW = "all-MiniLM-L6-v2", 100  # of the recorded embeddings; tokens
-OWN = ("pocket", "355M")  # the recorded models
-Found = dict[tuple[str, str], list["Answer"]]  # by way and prompt, turn by turn
+ENCODER = "all-MiniLM-L6-v2"  # of the recorded embeddings
+NEW_TOKENS = 100
+RECORDED_MODELS = ("pocket", "355M")  # the recorded models
+AnswersByWay = dict[tuple[str, str], list["Answer"]]  # by way and prompt, turn by turn
 
 
 class Answer(NamedTuple):
     """What was written after a prompt, and what it took."""
 
     ids: list[int]
-    first: float  # seconds
-    total: float
-    reused: int  # tokens
+    first_token_seconds: float
+    total_seconds: float
+    reused_tokens: int
     positions: int
 
 
 def recorded_encoder() -> Callable[[Sequence[str]], np.ndarray]:
     """Return what turns texts into unit vectors (N, C): recorded ones, NaN for all other texts."""
-    record = np.load(STUDIES_FOLDER / "recycling" / "embeddings.npz", allow_pickle=False)
-    vectors = record["vectors"].astype(np.float32)  # stored in 16 bits
+    recorded = np.load(STUDIES_FOLDER / "recycling" / "embeddings.npz", allow_pickle=False)
+    vectors = recorded["vectors"].astype(np.float32)  # stored in 16 bits
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    known = dict(zip(record["texts"].tolist(), vectors, strict=True))
-    none = np.full_like(vectors[0], np.nan)
-    return lambda texts: np.stack([known.get(text, none) for text in texts])
+    vector_of = dict(zip(recorded["texts"].tolist(), vectors, strict=True))
+    unknown = np.full_like(vectors[0], np.nan)
+    return lambda texts: np.stack([vector_of.get(text, unknown) for text in texts])
 
 
 class Trial:
     """The experiment with one model: how a prompt is answered, and what is stored."""
 
-    def __init__(self, recycler: Recycler, tests: Sequence[str], n: int) -> None:
+    def __init__(self, recycler: Recycler, tests: Sequence[str], max_new_tokens: int) -> None:
         """tests: the prompts to answer; n: new tokens. Raises ValueError if a prompt leaves no room
         for the answer."""
-        self.recycler, self.tests, self.n = recycler, tests, n
-        self.lengths = prompt_lengths(recycler, tests, n)
+        self.recycler, self.tests, self.max_new_tokens = recycler, tests, max_new_tokens
+        self.lengths = prompt_lengths(recycler, tests, max_new_tokens)
 
     def answer(self, way: str, text: str, turn: int = 0) -> Answer:
         """Answer a prompt; retrieval and restoring count, too."""
         prompt = self.recycler, WAYS[way], text
-        retrieved, cache = time_call(lambda: cache_by(*prompt))
-        reused = len(cache)
-        run = time_text(lambda: generate_by(*prompt, cache, self.n))
+        retrieval_seconds, cache = time_call(lambda: cache_by(*prompt))
+        reused_tokens = len(cache)
+        timed_text = time_text(lambda: generate_by(*prompt, cache, self.max_new_tokens))
         return Answer(
-            run.ids,
-            retrieved + run.first_token_seconds,
-            retrieved + run.total_seconds,
-            reused,
+            timed_text.ids,
+            retrieval_seconds + timed_text.first_token_seconds,
+            retrieval_seconds + timed_text.total_seconds,
+            reused_tokens,
             len(cache),
         )
 
-    def run(self, stored: Sequence[str], order: str, turns: int) -> Found:
+    def store_and_answer(self, stored: Sequence[str], order: str, turns: int) -> AnswersByWay:
         """Store the caches of some prompts and answer others. order: "interleaved", or the
         "source"'s, once and nothing warm: all cold runs, the caches, the published call, recycled."""
         self.recycler.store.clear()  # of what an earlier run left
-        found = self.once("cold") if order == "source" else {}
+        answers = self.answer_once("cold") if order == "source" else {}
         for text in stored:
             self.recycler.store_prompt(text)
-        if found:
-            return found | self.once("published", "recycled")
+        if answers:
+            return answers | self.answer_once("published", "recycled")
         runs = {(way, text): partial(self.answer, way, text) for text in self.tests for way in WAYS}
         return run_in_turns(runs, turns)
 
-    def once(self, *ways: str) -> Found:
+    def answer_once(self, *ways: str) -> AnswersByWay:
         return {(way, text): [self.answer(way, text)] for way in ways for text in self.tests}
 
-    def unrelated(self, stored: Sequence[str]) -> list[str]:
+    def unrelated_prompts(self, stored: Sequence[str]) -> list[str]:
         """Return the prompts whose first token, after what begins every text, none to test has."""
         encode = self.recycler.tokenizer.encode_ordinary
-        begun = {encode(text)[0] for text in self.tests}
-        return [text for text in stored if encode(text)[0] not in begun]
+        first_tokens = {encode(text)[0] for text in self.tests}
+        return [text for text in stored if encode(text)[0] not in first_tokens]
 
 
 def slope(points: np.ndarray) -> np.ndarray:
@@ -128,66 +129,80 @@ def slope(points: np.ndarray) -> np.ndarray:
 def nearness(pairs: np.ndarray) -> np.ndarray:
     """Return how far (...,) the mean of the first numbers of pairs (..., n, 2) is from that of the
     second towards 1."""
-    near, other = np.moveaxis(pairs.mean(-2), -1, 0)
-    return (near - other) / np.maximum(1 - other, 1e-12)
+    similarity, others = np.moveaxis(pairs.mean(-2), -1, 0)
+    return (similarity - others) / np.maximum(1 - others, 1e-12)
 
 
-def add_rows(rows: Rows, trial: Trial, found: Found, at: dict) -> None:
+def add_answers(rows: Rows, trial: Trial, answers_by_way: AnswersByWay, setting: dict) -> None:
     """Append what was found."""
     vectors = {}
     for way in WAYS:  # cold first
-        several = [found[way, text] for text in trial.tests]
-        own = [answers[0] for answers in several]
-        turns = [[(x.first, x.total) for x in answers] for answers in several]
-        times = np.median(turns, axis=1)  # (prompts, 2): to the first token and to the last
+        answers_by_prompt = [answers_by_way[way, text] for text in trial.tests]
+        first_answers = [answers[0] for answers in answers_by_prompt]
+        seconds_by_turn = [
+            [(answer.first_token_seconds, answer.total_seconds) for answer in answers]
+            for answers in answers_by_prompt
+        ]
+        # To the first token and to the last (prompts, 2).
+        median_seconds = np.median(seconds_by_turn, axis=1)
         if way == "cold":
-            cold, cold_times = own, times
-        saved = 1 - times / cold_times
-        reused, positions = [x.reused for x in own], [x.positions for x in own]
-        depth = np.divide(reused, trial.lengths)
-        written = sum(len(x.ids) - 1 for x in own)  # the last token is not read
+            cold_answers, cold_seconds = first_answers, median_seconds
+        saved_shares = 1 - median_seconds / cold_seconds
+        reused_tokens = [answer.reused_tokens for answer in first_answers]
+        positions = [answer.positions for answer in first_answers]
+        depths = np.divide(reused_tokens, trial.lengths)
+        # The last token of an answer is not read.
+        decoded_tokens = sum(len(answer.ids) - 1 for answer in first_answers)
+        pairs = zip(first_answers, cold_answers, strict=True)
+        identical = sum(answer.ids == cold_answer.ids for answer, cold_answer in pairs)
         rows.add_values(
             way,
-            at,
-            first=1e3 * times[:, 0],
-            latency=1e3 * times[:, 1],
-            saved=saved[:, 1],
-            slowest=[1 - min(saved[:, 1])],
-            answers=[sum(a.ids == b.ids for a, b in zip(own, cold, strict=True))],
-            depth=depth,
+            setting,
+            first=1e3 * median_seconds[:, 0],
+            latency=1e3 * median_seconds[:, 1],
+            saved=saved_shares[:, 1],
+            slowest=[1 - min(saved_shares[:, 1])],
+            answers=[identical],
+            depth=depths,
             tokens=[sum(trial.lengths)],
-            reused=[sum(reused)],
-            read=[sum(positions) - sum(reused) - written],
+            reused=[sum(reused_tokens)],
+            read=[sum(positions) - sum(reused_tokens) - decoded_tokens],
             positions=[sum(positions)],
-            spared=[sum(x.positions for x in cold) - sum(positions)],
+            spared=[sum(answer.positions for answer in cold_answers) - sum(positions)],
         )
-        first, last = (bootstrap(np.stack([depth, share], 1), slope) for share in saved.T)
-        rows.add_figures(way, at, len(own), alpha_first=first, alpha=last)
-        texts = [trial.recycler.tokenizer.decode(x.ids).removesuffix(END_OF_TEXT) for x in own]
+        alpha_first, alpha = (
+            bootstrap(np.stack([depths, share], 1), slope) for share in saved_shares.T
+        )
+        rows.add_figures(way, setting, len(first_answers), alpha_first=alpha_first, alpha=alpha)
+        texts = [
+            trial.recycler.tokenizer.decode(answer.ids).removesuffix(END_OF_TEXT)
+            for answer in first_answers
+        ]
         vectors[way] = trial.recycler.encoder(texts)
-    add_similarity(rows, vectors, at)
+    add_similarity(rows, vectors, setting)
 
 
-def add_similarity(rows: Rows, vectors: dict[str, np.ndarray], at: dict) -> None:
+def add_similarity(rows: Rows, vectors: dict[str, np.ndarray], setting: dict) -> None:
     """Append how alike the answers are, if the embeddings (prompts, C) of all of them are known."""
-    cold = vectors["cold"]
+    cold_vectors = vectors["cold"]
     if not all(np.isfinite(x).all() for x in vectors.values()):
         return
-    alike = cold @ cold.T
-    others = (alike.sum(1) - alike.diagonal()) / max(1, len(alike) - 1)
-    rows.add_values("others", at, similarity=others)
+    similarities = cold_vectors @ cold_vectors.T
+    others = max(1, len(similarities) - 1)
+    mean_similarities = (similarities.sum(1) - similarities.diagonal()) / others
+    rows.add_values("others", setting, similarity=mean_similarities)
     for way in WAYS:
-        similarity = (vectors[way] * cold).sum(1)
-        rows.add_values(way, at, similarity=similarity)
-        near = bootstrap(np.stack([similarity, others], 1), nearness)
-        rows.add_figures(way, at, len(cold), near=near)
+        similarity = (vectors[way] * cold_vectors).sum(1)
+        rows.add_values(way, setting, similarity=similarity)
+        near = bootstrap(np.stack([similarity, mean_similarities], 1), nearness)
+        rows.add_figures(way, setting, len(cold_vectors), near=near)
 
 
-def different(args: argparse.Namespace) -> str:
+def difference_to_recorded(args: argparse.Namespace) -> str:
     """Return how a run differs from the recorded ones, "" if it doesn't."""
     if args.encoder and Path(args.encoder).name != ENCODER:
         return "run with another encoder"
-    if args.model in OWN or "DialoGPT-medium" in args.model:  # the source's own model
+    if args.model in RECORDED_MODELS or "DialoGPT-medium" in args.model:  # the source's own model
         return ""
     return "run of another model"
 
@@ -206,7 +221,7 @@ def main(argv: list[str] | None = None) -> None:
         f"sentence-transformers; default: recorded ones of {ENCODER}",
     )
     with cli.parse(argv) as args:
-        stored, tests = map(read_prompts, prompt_files(args.model))
+        stored_prompts, test_prompts = map(read_prompts, prompt_files(args.model))
         model, name = load_chosen_model(args)
         tokenizer = load_tokenizer("gpt2" if is_geometry(args.model) else args.model)
         encoder = (
@@ -214,30 +229,33 @@ def main(argv: list[str] | None = None) -> None:
         )
         ending = END_OF_TEXT if "DialoGPT" in args.model else ""
         recycler = Recycler(Store(model, args.out / "cache"), tokenizer, encoder, ending)
-        n = 5 if args.quick and args.model != OWN[0] else NEW
-        trial = Trial(recycler, tests, n)
-        rows, at = open_rows("recycling", args, different(args)), {"model": args.model}
-        if args.model not in OWN:  # all claims are its own
-            rows.definition["usual"] |= at
+        max_new_tokens = 5 if args.quick and args.model != RECORDED_MODELS[0] else NEW_TOKENS
+        trial = Trial(recycler, test_prompts, max_new_tokens)
+        rows = open_rows("recycling", args, difference_to_recorded(args))
+        setting = {"model": args.model}
+        if args.model not in RECORDED_MODELS:  # all claims are its own
+            rows.definition["usual"] |= setting
             for claim in rows.definition["claims"]:
-                claim["at"] = claim.get("at", {}) | at
-        turns, c = 1 if args.quick else 5, model.config
+                claim["at"] = claim.get("at", {}) | setting
+        turns, config = 1 if args.quick else 5, model.config
         rows.set_model_conditions(
             name,
             model,
-            f"{c.n_layer} layers of width {c.n_embd:,}",
-            f"{len(tests)} prompts, {n} new tokens, greedy; turns: {turns}",
+            f"{config.n_layer} layers of width {config.n_embd:,}",
+            f"{len(test_prompts)} prompts, {max_new_tokens} new tokens, greedy; turns: {turns}",
             f"embeddings by {Path(ENCODER if args.encoder is None else args.encoder).name}",
         )
         settings = [  # the source's first: nothing may be warm
-            ("source", "own", stored),
-            ("interleaved", "own", stored),
-            ("interleaved", "other", trial.unrelated(stored)),
+            ("source", "own", stored_prompts),
+            ("interleaved", "own", stored_prompts),
+            ("interleaved", "other", trial.unrelated_prompts(stored_prompts)),
         ]
         if args.quick:
             settings = settings[1:2]
-        for order, kind, texts in settings:
-            where = at | {"order": order, "store": kind}
-            if rows.ways_due(["cold"], "latency", **where):
-                add_rows(rows, trial, trial.run(texts, order, turns), where)
+        for order, stored_kind, prompts in settings:
+            order_setting = setting | {"order": order, "store": stored_kind}
+            if rows.ways_due(["cold"], "latency", **order_setting):
+                add_answers(
+                    rows, trial, trial.store_and_answer(prompts, order, turns), order_setting
+                )
         report(rows)
