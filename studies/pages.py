@@ -31,18 +31,20 @@ GOALS = (  # of the pocket model's training: a share is at least so large, nats 
 )
 
 
-rows = cache(Rows)  # of a study
+rows = cache(Rows)  # by the study's name
 
 
-def figure(study: str, asked: str, **at: str | int) -> str:
+def figure(study: str, asked: str, **setting: str | int) -> str:
     """Return a study's figure that "[metric: ]way[ / way][ ±]" asks for, in a setting."""
-    return rows(study).figure_text(asked, at)
+    return rows(study).figure_text(asked, setting)
 
 
 def verdict(study: str, words: str) -> str:
     """Return the verdict, as in a sentence, on the claim that begins with these words."""
-    verdict = next(c["verdict"] for c in judge_claims(rows(study)) if c["quote"].startswith(words))
-    return ANSWERS.get(verdict, verdict).lower()
+    for claim in judge_claims(rows(study)):
+        if claim["quote"].startswith(words):
+            return ANSWERS.get(claim["verdict"], claim["verdict"]).lower()
+    raise ValueError(f"no claim of {study} begins with {words!r}")
 
 
 def record(file: str) -> Any:
@@ -61,36 +63,42 @@ def claims_of(source: str, section: str = "") -> str:
     return page(claim_tables(chosen), markdown=True)
 
 
-def generations() -> str:
-    """The figures of the pocket model, and what was to be reached."""
-    f = read_json(ROOT / "pocket" / "teacher" / "figures.json")
-    f["later"] = f["perplexity_after_512"] / f["perplexity_before_512"]
+def pocket_goals() -> str:
+    """Return the figures of the pocket model, and what was to be reached."""
+    figures = read_json(ROOT / "pocket" / "teacher" / "figures.json")
+    figures["later"] = figures["perplexity_after_512"] / figures["perplexity_before_512"]
     rows = []
     for name, key, goal in GOALS:
-        share = key.endswith("share")
-        form = ".1%" if share else ".3f"
-        reached = f[key] >= goal if share else f[key] <= goal
-        limit = f"at {'least' if share else 'most'} {goal:{form}}"
-        rows.append([name, f"{f[key]:{form}}", limit, "yes" if reached else "no"])
-    count = sum(row[-1] == "yes" for row in rows)
-    said = (
-        f"{count} of {len(rows)} goals are reached. The first mention of a new name costs "
-        f"{f['name_first_nats']:.2f} nats per token. In a story the corpus pays off 3 threads, the "
-        f"model {f['paid_per_story']:.1f} (greedy)."
+        is_share = key.endswith("share")
+        number_format = ".1%" if is_share else ".3f"
+        reached = figures[key] >= goal if is_share else figures[key] <= goal
+        goal_text = f"at {'least' if is_share else 'most'} {goal:{number_format}}"
+        rows.append(
+            [name, f"{figures[key]:{number_format}}", goal_text, "yes" if reached else "no"]
+        )
+    reached_count = sum(row[-1] == "yes" for row in rows)
+    summary = (
+        f"{reached_count} of {len(rows)} goals are reached. The first mention of a new name costs "
+        f"{figures['name_first_nats']:.2f} nats per token. In a story the corpus pays off 3 threads, the "
+        f"model {figures['paid_per_story']:.1f} (greedy)."
     )
-    return page([Table(["figure", "the model", "goal", "reached"], rows), said], markdown=True)
+    return page([Table(["figure", "the model", "goal", "reached"], rows), summary], markdown=True)
 
 
-def replay() -> str:
-    """The hit rates of studies/recycling/replay_*.csv, side by side."""
-    rates: dict[str, list[str]] = {}
+def replay_hit_rates() -> str:
+    """Return the hit rates of studies/recycling/replay_*.csv, side by side."""
+    cells_by_capacity: dict[str, list[str]] = {}
     paths = (ROOT / "studies" / "recycling").glob("replay_*.csv")
     paths = sorted(paths, key=lambda path: -len(read_csv(path)))
-    for i, path in enumerate(paths):
+    for column, path in enumerate(paths):
         for row in read_csv(path):
-            cells = rates.setdefault(row["capacity_blocks"], ["-"] * len(paths))
-            cells[i] = f"{float(row['token_hit_rate']):.1%}"
-    rows = [[f"{int(x):,}" if x.isdecimal() else x, *cells] for x, cells in rates.items()]
+            cells = cells_by_capacity.setdefault(row["capacity_blocks"], ["-"] * len(paths))
+            cells[column] = f"{float(row['token_hit_rate']):.1%}"
+    rows = []
+    for capacity, cells in cells_by_capacity.items():
+        if capacity.isdecimal():
+            capacity = f"{int(capacity):,}"
+        rows.append([capacity, *cells])
     header = ["capacity, blocks of 512 tokens", *(path.stem[len("replay_") :] for path in paths)]
     note = "A dash: the trace has fewer different blocks, so the capacity is no limit."
     return page([Table(header, rows), note], markdown=True)
@@ -107,10 +115,10 @@ NAMES: dict[str, Callable[..., object] | None] = {  # that the pages' templates 
     "demo": None,  # by benchmarks/pages.py
     "figure": figure,
     "format": format,
-    "generations": generations,
+    "generations": pocket_goals,
     "glance": lambda: page([verdicts_at_a_glance()], markdown=True),
     "record": record,
-    "replay": replay,
+    "replay": replay_hit_rates,
     "rows": rows,
     "table": table,
     "verdict": verdict,
