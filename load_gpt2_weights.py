@@ -36,7 +36,7 @@ from support.tokenizers import (
 RANDOM = "random:"  # and a size: an untrained model
 HERE = Path(__file__).resolve().parent
 # A file that a tokenizer is made of.
-VOCABULARY = r"(tokenizer|vocab|merges|spiece)\.(json|txt|model)"
+TOKENIZER_FILE = r"(tokenizer|vocab|merges|spiece)\.(json|txt|model)"
 EXPECTED_OUTPUTS = HERE / "data" / "gpt2_expected_outputs.json"
 
 
@@ -48,7 +48,7 @@ class Checkpoint(NamedTuple):
     weights: str = "model.safetensors"
 
 
-TRAINED = (
+POCKET_FOLDERS = (
     "student",
     "student-alone",
     "student-prompt",
@@ -56,14 +56,14 @@ TRAINED = (
     "bct",
     "llama",
 )
-POCKET = {"pocket": "teacher"} | {f"pocket-{folder}": folder for folder in TRAINED}
-WEIGHTS = (  # the first of these that a folder holds
+POCKET = {"pocket": "teacher"} | {f"pocket-{folder}": folder for folder in POCKET_FOLDERS}
+WEIGHTS_FILES = (  # the first of these that a folder holds
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-ONE_FILE = (
+ONE_FILE_LLAMAS = (
     "HuggingFaceTB/SmolLM2-135M",
     "HuggingFaceTB/SmolLM2-135M-Instruct",
     "HuggingFaceTB/SmolLM2-360M",
@@ -71,12 +71,12 @@ ONE_FILE = (
     "meta-llama/Llama-3.2-1B",
     "meta-llama/Llama-3.2-1B-Instruct",
 )
-SHARDED = (
+SHARDED_LLAMAS = (
     "meta-llama/Llama-3.2-3B",
     "meta-llama/Llama-3.2-3B-Instruct",
     "friendshipkim/overfill-Llama-3.2-3B-Instruct-pruned-h0.45-i0.45-a0.0-d0.0",
 )
-LLAMAS = ("pocket-llama", *ONE_FILE, *SHARDED)
+LLAMAS = ("pocket-llama", *ONE_FILE_LLAMAS, *SHARDED_LLAMAS)
 PUBLIC = {
     "gpt2": Checkpoint("openai-community/gpt2", "607a30d783dfa663caf39e06633721c8d4cfcd7e"),
     "gpt2-medium": Checkpoint(
@@ -95,8 +95,8 @@ PUBLIC = {
     ),
     # From here on the hashes of the commits could not be established, so these follow their branch.
     "microsoft/DialoGPT-large": Checkpoint("microsoft/DialoGPT-large", weights="pytorch_model.bin"),
-    **{name: Checkpoint(name) for name in ONE_FILE},
-    **{name: Checkpoint(name, weights=WEIGHTS[1]) for name in SHARDED},
+    **{name: Checkpoint(name) for name in ONE_FILE_LLAMAS},
+    **{name: Checkpoint(name, weights=WEIGHTS_FILES[1]) for name in SHARDED_LLAMAS},
 }
 GPT2S = [name for name in (*POCKET, *PUBLIC) if name not in ("pocket-bct", *LLAMAS)]
 NAMES = f"a GPT-2: {', '.join(GPT2S)}; a Llama: {', '.join(LLAMAS)}; or a folder"
@@ -117,7 +117,7 @@ def find_file(name_or_path: str, filename: str) -> Path:
         folder = HERE / "pocket" / POCKET[name_or_path]
     elif not folder.is_dir():
         raise ValueError(
-            f"unknown model {name_or_path!r}: choose {NAMES}; pocket-bct (only {SCRIPTS['BCT']})"
+            f"unknown model {name_or_path!r}: choose {NAMES}; pocket-bct (only {SCRIPT_OF_KIND['BCT']})"
         )
     if not (folder / filename).exists():
         raise FileNotFoundError(
@@ -162,7 +162,9 @@ def find_weights(name_or_path: str) -> list[Path]:
         path = find_file(name_or_path, PUBLIC[name_or_path].weights)
     else:
         folder = find_file(name_or_path, "config.json").parent
-        candidates = [folder / filename for filename in WEIGHTS if (folder / filename).exists()]
+        candidates = [
+            folder / filename for filename in WEIGHTS_FILES if (folder / filename).exists()
+        ]
         if not candidates:
             raise FileNotFoundError(
                 f"there are no weights in {folder}: neither model.safetensors nor pytorch_model.bin"
@@ -187,7 +189,7 @@ def find_tokenizer(name_or_path: str, config: dict[str, Any], folder: Path) -> P
     for filename in READERS:
         if filename in filenames and (is_llama or filename != LLAMA3_FILE):
             return find_file(name_or_path, filename)
-    if is_llama or any(re.fullmatch(VOCABULARY, filename) for filename in filenames):
+    if is_llama or any(re.fullmatch(TOKENIZER_FILE, filename) for filename in filenames):
         return find_file(name_or_path, "tokenizer.json")
     if config["vocab_size"] == 50257:
         return None
@@ -221,8 +223,9 @@ SUPPORTED = {
         "quantization_config": (None,),
     },
 }
-KINDS = {"gpt2": "GPT-2", "llama": "Llama", "bct": "BCT"}  # the last is ours: a GPT-2 with more
-SCRIPTS = {  # that read a kind
+# By config.json's model_type; the last is ours: a GPT-2 with more.
+KIND_OF_MODEL_TYPE = {"gpt2": "GPT-2", "llama": "Llama", "bct": "BCT"}
+SCRIPT_OF_KIND = {
     "GPT-2": "gpt_kv_cache.py",
     "Llama": "llama_kv_cache.py",
     "BCT": "gpt_bounded_cache.py --memory bct",
@@ -278,11 +281,11 @@ def read_config(path: Path, config_class: type | None) -> Any:
     """
     content = {key: value for key, value in read_json(path).items() if value is not None}
     model_type = content.get("model_type", "gpt2")
-    check_choice(path, "model_type", model_type, [*KINDS])
-    kind = KINDS[model_type]
+    check_choice(path, "model_type", model_type, [*KIND_OF_MODEL_TYPE])
+    kind = KIND_OF_MODEL_TYPE[model_type]
     config_class = config_class or default_class(kind).config_class
     if kind != kind_of(config_class):
-        raise ValueError(f"{path} describes a {kind}: {SCRIPTS[kind]} can read it")
+        raise ValueError(f"{path} describes a {kind}: {SCRIPT_OF_KIND[kind]} can read it")
     for key, supported in SUPPORTED["Llama" if kind == "Llama" else "GPT-2"].items():
         if key in content:
             check_choice(path, key, content[key], supported)
@@ -391,7 +394,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """Return the tensors of one .safetensors or .bin file. Raises ValueError if it is damaged or something else."""
     with regular_file(path).open("rb") as file:  # what can't be opened at all says so here
         # Files from before PyTorch 1.6 aren't zipped, and can't be mapped.
-        zipped = file.read(4) == b"PK\x03\x04"
+        is_zipped = file.read(4) == b"PK\x03\x04"
     damaged = f"{path} is cut off, a Git LFS pointer, or not a"
     if path.suffix == ".safetensors":
         try:
@@ -399,17 +402,19 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         except SafetensorError as error:
             raise ValueError(f"{damaged} safetensors file") from error
     try:  # weights_only, since a pickle could run code
-        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipped)
     except Exception as error:  # a damaged file makes it raise ten kinds of them
         raise ValueError(f"{damaged} PyTorch file of plain tensors") from error
     if not isinstance(tensors, dict):
         tensors = {None: tensors}
-    for name, x in tensors.items():
-        if not isinstance(name, str) or not isinstance(x, Tensor):
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise ValueError(f"{path} holds something else than named tensors")
-        plain = x.layout is torch.strided and x.device.type == "cpu" and not x.is_nested
+        is_plain = (
+            tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_nested
+        )
         # A few numbers may claim to be any number of them.
-        if not plain or x.nbytes > x.untyped_storage().nbytes():
+        if not is_plain or tensor.nbytes > tensor.untyped_storage().nbytes():
             raise ValueError(f"{path}: {name} is sparse, nested, expanded or without numbers")
     return tensors
 
@@ -605,31 +610,33 @@ def main(argv: list[str] | None = None) -> None:
     )
     with cli.parse(argv) as args:
         published = read_json(EXPECTED_OUTPUTS)["continuations"] if args.verify else []
-        known = sorted({entry["model"] for entry in published})
-        if args.verify and args.model not in known:
+        published_models = sorted({entry["model"] for entry in published})
+        if args.verify and args.model not in published_models:
             raise ValueError(
-                f"no published continuation of {args.model}, only of {', '.join(known)}"
+                f"no published continuation of {args.model}, only of {', '.join(published_models)}"
             )
         model = load_model(args.model, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
-        for what, value in conditions(args.model, model).items():
-            print(f"{what}: {value:,}" if isinstance(value, int) else f"{what}: {value}")
+        for condition, value in conditions(args.model, model).items():
+            print(f"{condition}: {value:,}" if isinstance(value, int) else f"{condition}: {value}")
         encode = partial(tokenizer.encode, allowed_special="all")
-        results = []
+        reproduced = []
         for entry in published:
             if entry["model"] != args.model:
                 continue
-            theirs = entry["continuation"]
+            expected = entry["continuation"]
             prompt = torch.tensor([encode(entry["prompt"])], device=args.device)
-            written = generate(model, prompt, len(encode(theirs)), stop_id=tokenizer.eot_token)
-            ours = tokenizer.decode([int(token) for token in written])
-            results.append(ours == theirs)
-            print(f"\n{'same' if results[-1] else 'DIFFERENT'}: {entry['prompt']!r} -> {ours!r}")
-            if not results[-1]:
-                print(f"published: {theirs!r}\nby: {entry['source']}")
-        if results:
-            print(f"\n{sum(results)} of {len(results)} published continuations reproduced")
-            sys.exit(not all(results))
+            tokens = generate(model, prompt, len(encode(expected)), stop_id=tokenizer.eot_token)
+            continuation = tokenizer.decode([int(token) for token in tokens])
+            reproduced.append(continuation == expected)
+            print(
+                f"\n{'same' if reproduced[-1] else 'DIFFERENT'}: {entry['prompt']!r} -> {continuation!r}"
+            )
+            if not reproduced[-1]:
+                print(f"published: {expected!r}\nby: {entry['source']}")
+        if reproduced:
+            print(f"\n{sum(reproduced)} of {len(reproduced)} published continuations reproduced")
+            sys.exit(not all(reproduced))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gpt_kv_cache import KVCache, context_start
 from load_gpt2_weights import load_model, load_tokenizer
-from support.geometry import kv_heads, rotary
+from support.geometry import kv_heads, rotary_settings
 
 
 def geometry(config: Any) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def geometry(config: Any) -> dict[str, Any]:
         "n_kv_head": kv_heads(config),
         "head_dim": config.head_dim,
         "n_ctx": config.n_ctx,
-        "rotary base and scaling": rotary(config) or "none",
+        "rotary base and scaling": rotary_settings(config) or "none",
     }
 
 

@@ -51,7 +51,7 @@ from support.cli import CommandLine, utf8
 from support.encoders import PairEncoder
 from support.files import read_json, write_atomically, write_json
 from support.fingerprints import fingerprint, raw_bytes
-from support.geometry import kv_heads, rotary
+from support.geometry import kv_heads, rotary_settings
 from support.regression import cross_validate, ridge
 from support.statistics import kl
 from support.tables import table
@@ -121,31 +121,31 @@ def prefill(model: nn.Module, ids: Sequence[int], tail: int = 64) -> Prefill:
 def shift_positions(model: nn.Module, x: Tensor, offsets: Tensor) -> Tensor:
     """Move keys or queries x (..., S, D) by positions (S,): a Llama's, since a GPT-2's don't
     change."""
-    if not rotary(model.config):
+    if not rotary_settings(model.config):
         return x
     return rotate(x, rotation(offsets, model.config))
 
 
-def tail_queries(model: nn.Module, exact: Prefill, tail: int = 1) -> Tensor:
+def tail_queries(model: nn.Module, prompt: Prefill, tail: int = 1) -> Tensor:
     """Return the queries (L, H, R, D) of a prompt's last tokens that read each head of keys,
     relative to the first of these tokens: R is the tail, in a Llama times the query heads that
     share a head of keys. Raises ValueError if fewer were recorded."""
-    if tail > exact.q.size(-2):
+    if tail > prompt.q.size(-2):
         raise ValueError(
-            f"a tail of {tail} tokens needs as many queries, but {exact.q.size(-2)} are recorded"
+            f"a tail of {tail} tokens needs as many queries, but {prompt.q.size(-2)} are recorded"
         )
-    q = exact.q[:, :, -tail:]
-    q = shift_positions(model, q, torch.full((tail,), tail - len(exact.ids)))
+    q = prompt.q[:, :, -tail:]
+    q = shift_positions(model, q, torch.full((tail,), tail - len(prompt.ids)))
     n_heads = kv_heads(model.config)
     return q.unflatten(1, (n_heads, -1)).transpose(2, 3).flatten(2, 3)  # by token, then by head
 
 
-def cache_before_last(model: nn.Module, exact: Prefill) -> Tensor:
+def cache_before_last(model: nn.Module, prompt: Prefill) -> Tensor:
     """Return the exact cache (L, 2, H, T - 1, D) of all tokens but the last, with keys relative to
     that one."""
-    k, v = exact.kv[..., :-1, :].unbind(1)
-    back = torch.full((k.size(-2),), 1 - len(exact.ids))
-    return torch.stack([shift_positions(model, k, back), v], 1)
+    k, v = prompt.kv[..., :-1, :].unbind(1)
+    offsets = torch.full((k.size(-2),), 1 - len(prompt.ids))
+    return torch.stack([shift_positions(model, k, offsets), v], 1)
 
 
 def attention_output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ def segment_means(k: Tensor, v: Tensor, m: int) -> Tensor:
 
 
 def fit_head_map(
-    x: Tensor, q: Tensor, out: Tensor, start: Tensor, penalty: float, steps: int
+    x: Tensor, q: Tensor, outputs: Tensor, initial: Tensor, penalty: float, steps: int
 ) -> tuple[Tensor, Tensor]:
     """Return one head's map C (F, m * 2 D) and constant (m, 2 D), fitted in float64 on N prompts:
     features x (N, F), queries and outputs (N, R, D) each, from summary tokens (N, m, 2 D) as a
@@ -176,13 +176,13 @@ def fit_head_map(
     all prompts. It passes a softmax, so it has no closed form.
     """
     root, dual = coordinates_in_span(x)
-    constant = start.mean(0)
-    B = ridge(root, (start - constant).flatten(1), START_PENALTY).contiguous()
+    constant = initial.mean(0)
+    B = ridge(root, (initial - constant).flatten(1), START_PENALTY).contiguous()
 
     def loss() -> Tensor:
         summaries = (root @ B).unflatten(1, constant.shape) + constant  # (N, m, 2 D)
-        read = attention_output(q, *summaries.chunk(2, -1))
-        error = (read - out).square().sum() / out.square().sum()
+        approximation = attention_output(q, *summaries.chunk(2, -1))
+        error = (approximation - outputs).square().sum() / outputs.square().sum()
         return error + penalty * B.square().sum() / len(x)
 
     minimise(loss, [B, constant], steps)
@@ -193,11 +193,13 @@ def coordinates_in_span(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return root and dual (N, R each) of features x (N, F) of rank R. The maps C = x^T dual B are
     all that a fit can end with, x C is root B, and |C|^2 is |B|^2 over the mean |x|^2 of a prompt:
     B has R rows where C has F. Chapter 6 derives this."""
-    values, vectors = torch.linalg.eigh(x @ x.mT)
-    positive = values > 1e-10 * values[-1]
-    values, vectors = values[positive], vectors[:, positive]  # (R,), (N, R)
-    unit = values.sum() / len(x)
-    return vectors * (values / unit).sqrt(), vectors / (values * unit).sqrt()
+    eigenvalues, eigenvectors = torch.linalg.eigh(x @ x.mT)
+    positive = eigenvalues > 1e-10 * eigenvalues[-1]
+    eigenvalues, eigenvectors = eigenvalues[positive], eigenvectors[:, positive]  # (R,), (N, R)
+    mean_square = eigenvalues.sum() / len(x)
+    root = eigenvectors * (eigenvalues / mean_square).sqrt()
+    dual = eigenvectors / (eigenvalues * mean_square).sqrt()
+    return root, dual
 
 
 def minimise(loss: Callable[[], Tensor], parameters: list[Tensor], steps: int) -> None:
@@ -272,14 +274,14 @@ class Compressor:
         steps: of L-BFGS.
         Raises ValueError if a prompt has more tokens than that, or fewer than m and the last."""
         self.model, self.m, self.penalty, self.steps = model, m, penalty, steps
-        self.T = T or max(len(exact.ids) for exact in prompts) - 1
-        shortest = min(len(exact.ids) for exact in prompts) - 1
+        self.T = T or max(len(prompt.ids) for prompt in prompts) - 1
+        shortest = min(len(prompt.ids) for prompt in prompts) - 1
         if shortest < m:
             raise ValueError(
                 f"{m} summary tokens can't stand for {shortest} tokens before the last"
             )
         caches = self.caches_before_last(prompts)
-        q = torch.stack([tail_queries(model, exact) for exact in prompts], 2)  # (L, H, N, R, D)
+        q = torch.stack([tail_queries(model, prompt) for prompt in prompts], 2)  # (L, H, N, R, D)
         layers = tqdm(range(len(model.h)), desc=f"stage 1, penalty {penalty:g}", leave=False)
         self.layers = [self.fit_layer(caches, layer, q[layer].double()) for layer in layers]
 
@@ -291,12 +293,12 @@ class Compressor:
             k, v = cache[layer].double()  # (H, any, D) each
             outputs.append(attention_output(q[:, i], k, v))
             starts.append(segment_means(k, v, self.m))
-        out = torch.stack(outputs, 1)  # (H, N, R, D)
-        start = torch.stack(starts, 1)  # (H, N, m, 2 D)
+        output = torch.stack(outputs, 1)  # (H, N, R, D)
+        initial = torch.stack(starts, 1)  # (H, N, m, 2 D)
         x, present = self.pad_left(caches, layer)
         mean, scale = feature_statistics(x, present)
         weights, constants = [], []
-        for head in zip(standardise(x, present, mean, scale), q, out, start, strict=True):
+        for head in zip(standardise(x, present, mean, scale), q, output, initial, strict=True):
             weight, constant = fit_head_map(*head, self.penalty, self.steps)
             weights.append(weight)
             constants.append(constant)
@@ -310,12 +312,12 @@ class Compressor:
     def caches_before_last(self, prompts: Sequence[Prefill]) -> list[Tensor]:
         """Return the caches (L, 2, H, any, D) of prompts before their last token. Raises ValueError
         if one is longer than the map."""
-        longest = max(len(exact.ids) for exact in prompts) - 1
+        longest = max(len(prompt.ids) for prompt in prompts) - 1
         if longest > self.T:
             raise ValueError(
                 f"a prompt has {longest} tokens before its last, the map's longest {self.T}"
             )
-        return [cache_before_last(self.model, exact) for exact in prompts]
+        return [cache_before_last(self.model, prompt) for prompt in prompts]
 
     def pad_left(self, caches: Sequence[Tensor], layer: int) -> tuple[Tensor, Tensor]:
         """Return [K || V] (H, N, T, 2 D) of one layer in float64, with zeros on the left where a
@@ -345,14 +347,14 @@ class Compressor:
         """Return the loss on prompts: the sum over layers and heads of the mean squared error of
         what the last query reads, over the mean square of what it should."""
         summaries = self(prompts)
-        q = torch.stack([tail_queries(self.model, exact) for exact in prompts])  # (N, L, H, R, D)
+        q = torch.stack([tail_queries(self.model, prompt) for prompt in prompts])  # (N, L, H, R, D)
         outputs = []
         for queries, cache in zip(q, self.caches_before_last(prompts), strict=True):
             outputs.append(attention_output(queries, *cache.unbind(1)))
-        out = torch.stack(outputs)  # (N, L, H, R, D)
-        read = attention_output(q, *summaries.unbind(2))
-        error = (read - out).square().mean((0, -2, -1))  # (L, H)
-        return float((error / out.square().mean((0, -2, -1))).sum())
+        output = torch.stack(outputs)  # (N, L, H, R, D)
+        approximation = attention_output(q, *summaries.unbind(2))
+        error = (approximation - output).square().mean((0, -2, -1))  # (L, H)
+        return float((error / output.square().mean((0, -2, -1))).sum())
 
     @classmethod
     def fit(
@@ -367,8 +369,8 @@ class Compressor:
         it is looked for on the first VALIDATED of them, since it takes many fits."""
 
         def error(train: Tensor, test: Tensor, penalty: float) -> float:
-            fitted = cls(model, [prompts[i] for i in train], m, penalty, T)
-            return fitted.reading_error([prompts[i] for i in test]) * len(test)
+            compressor = cls(model, [prompts[i] for i in train], m, penalty, T)
+            return compressor.reading_error([prompts[i] for i in test]) * len(test)
 
         penalty = cross_validate(error, families[:VALIDATION_PROMPTS], LOSS_PENALTIES)
         return cls(model, prompts, m, penalty, T)
@@ -455,12 +457,12 @@ def names_within_sentences(text: str) -> set[str]:
     return set(re.findall(r"(?<=[^.!?:\"\s] )[A-Z]\w+|\b\d+\b", text))
 
 
-def checksum(about: dict[str, Any], tensors: dict[str, Tensor]) -> int:
+def checksum(description: dict[str, Any], tensors: dict[str, Tensor]) -> int:
     """Return a CRC-32 of all that a library holds."""
-    value = zlib.crc32(json.dumps(about, sort_keys=True).encode())
+    crc = zlib.crc32(json.dumps(description, sort_keys=True).encode())
     for name in sorted(tensors):
-        value = zlib.crc32(raw_bytes(tensors[name]), zlib.crc32(name.encode(), value))
-    return value
+        crc = zlib.crc32(raw_bytes(tensors[name]), zlib.crc32(name.encode(), crc))
+    return crc
 
 
 class Library:
@@ -538,7 +540,7 @@ class Library:
             "encoder.mean": self.encoder.mean.contiguous(),
             "encoder.weight": self.encoder.weight.contiguous(),
         }
-        about = {
+        description = {
             "fingerprint": fingerprint(self.model),
             "layout": asdict(self.layout),
             "threshold": self.threshold,
@@ -547,40 +549,41 @@ class Library:
             "tokens": list(self.encoder.column_of),
             "texts": self.texts,
         }
-        about["checksum"] = checksum(about, tensors)
+        description["checksum"] = checksum(description, tensors)
         write_atomically(folder / "library.safetensors", lambda file: save_file(tensors, file))
-        write_json(folder / "library.json", about)
+        write_json(folder / "library.json", description)
 
     @classmethod
     def load(cls, model: nn.Module, tokenizer: tiktoken.Encoding, folder: Path) -> Library:
         """Return the library in a folder. Raises FileNotFoundError if there is none, ValueError
         if it isn't one, has changed since it was saved, or was made with another model."""
-        about = read_json(folder / "library.json", checksum=int)
+        description = read_json(folder / "library.json", checksum=int)
         tensors = read_weights(folder / "library.safetensors")
-        if about.pop("checksum") != checksum(about, tensors):  # else all of it is what save() wrote
+        saved_checksum = description.pop("checksum")
+        if checksum(description, tensors) != saved_checksum:  # else all of it is what save() wrote
             raise ValueError(
                 f"the library in {folder} has changed since it was saved: make it again"
             )
-        if about["fingerprint"] != fingerprint(model):
+        if description["fingerprint"] != fingerprint(model):
             raise ValueError(
                 f"the library in {folder} was made with another model or dtype: name that, or make it again"
             )
         mean, weight = tensors["encoder.mean"], tensors["encoder.weight"]
-        encoder = PairEncoder(tokenizer, about["tokens"], mean, weight)
+        encoder = PairEncoder(tokenizer, description["tokens"], mean, weight)
         return cls(
             model,
-            Layout(**about["layout"]),
+            Layout(**description["layout"]),
             encoder,
-            about["texts"],
+            description["texts"],
             tensors["summaries"],
-            threshold=about["threshold"],
-            match_names=about["guard"],
-            shared_chars=about["skip"],
+            threshold=description["threshold"],
+            match_names=description["guard"],
+            shared_chars=description["skip"],
         )
 
 
 def generate_warm(
-    model: nn.Module, ids: Tensor, warm: KVCache, tail: int, max_new_tokens: int
+    model: nn.Module, ids: Tensor, warm_cache: KVCache, tail: int, max_new_tokens: int
 ) -> Iterator[Tensor]:
     """Yield the tokens of generate() after ids (1, T), but the first one from a warm cache that
     stands for all of ids but the tail. Behind it a thread of low priority reads ids exactly, and
@@ -592,13 +595,15 @@ def generate_warm(
     if n_ctx <= T:
         raise ValueError(f"{T} tokens and the first new one exceed the context, {n_ctx}")
     # The zeros are cached: the model never reads them.
-    stand_in = torch.cat([ids.new_zeros(1, len(warm)), ids[:, T - tail :]], 1)
-    first = next(generate(model, stand_in, 1, cache=warm))
+    stand_in = torch.cat([ids.new_zeros(1, len(warm_cache)), ids[:, T - tail :]], 1)
+    first_token = next(generate(model, stand_in, 1, cache=warm_cache))
     with ThreadPoolExecutor(1, initializer=lower_thread_priority) as pool:
-        future = pool.submit(prefilled_cache, model, ids[0].tolist())
-        yield first
-        exact = future.result()
-    yield from generate(model, torch.cat([ids, first], 1), max_new_tokens - 1, cache=exact)
+        exact_reading = pool.submit(prefilled_cache, model, ids[0].tolist())
+        yield first_token
+        exact_cache = exact_reading.result()
+    yield from generate(
+        model, torch.cat([ids, first_token], 1), max_new_tokens - 1, cache=exact_cache
+    )
 
 
 def lower_thread_priority() -> None:
@@ -639,17 +644,17 @@ def shared_template(texts: Sequence[str]) -> tuple[str, str]:
 @torch.no_grad()
 def logits_after(model: nn.Module, ids: list[int], cache: KVCache | None = None) -> Tensor:
     """Return the logits (V,) of the token after ids, which follow a cache, if any."""
-    fed = torch.tensor([ids], device=model.wte.weight.device)
-    return model(fed, cache if cache is not None else KVCache(), last_only=True)[0, -1]
+    prompt = torch.tensor([ids], device=model.wte.weight.device)
+    return model(prompt, cache if cache is not None else KVCache(), last_only=True)[0, -1]
 
 
 @torch.no_grad()
 def first_logits(library: Library, text: str, ids: list[int]) -> Tensor:
     """Return the logits (V,) of a text's first new token: from summary tokens and the tail if a
     stored prompt is similar enough, else by reading all."""
-    warm = library.warm_start(text, ids)
-    fed = ids if warm is None else ids[-library.layout.tail :]
-    return logits_after(library.model, fed, warm)
+    warm_cache = library.warm_start(text, ids)
+    ids_to_read = ids if warm_cache is None else ids[-library.layout.tail :]
+    return logits_after(library.model, ids_to_read, warm_cache)
 
 
 def first_line(tokens: Iterator[Tensor], tokenizer: tiktoken.Encoding) -> str:
@@ -667,33 +672,33 @@ def answer_question(
 ) -> None:
     """Answer one line, put where stored prompts differ from one another, as proposed, by our
     summary tokens, and exactly; print the times to the first token, its KL and the answers."""
-    first = next(iter(libraries.values()))
-    model = first.model
-    head, end = shared_template(first.texts)
+    first_library = next(iter(libraries.values()))
+    model = first_library.model
+    head, end = shared_template(first_library.texts)
     text = f"{head}{line.strip()}{end}"
     ids = tokenizer.encode(text, allowed_special="all")
     exact = logits_after(model, ids)  # and a process's first pass is slow
-    index, similarity = first.nearest(text)
-    stored = first.texts[index] if index >= 0 else "none"
+    index, similarity = first_library.nearest(text)
+    stored = first_library.texts[index] if index >= 0 else "none"
     print(f"The most similar stored prompt: {stored.removeprefix(head).removesuffix(end)}")
-    print(f"Its similarity is {similarity:.2f}; tau is {first.threshold:.2f}.\n")
+    print(f"Its similarity is {similarity:.2f}; tau is {first_library.threshold:.2f}.\n")
     rows = []
     for name, library in {**libraries, "exactly": None}.items():
         started = time.perf_counter()
         logits = first_logits(library, text, ids) if library else logits_after(model, ids)
         token = tokenizer.decode([int(logits.argmax())])
         milliseconds = 1000 * (time.perf_counter() - started)
-        nats = kl(exact.double(), logits.double())
-        warm = library.warm_start(text, ids) if library else None
+        divergence = kl(exact.double(), logits.double())
+        warm_cache = library.warm_start(text, ids) if library else None
         prompt = torch.tensor([ids], device=logits.device)
-        if warm is not None:
-            tokens = generate_warm(model, prompt, warm, library.layout.tail, max_new_tokens)
+        if warm_cache is not None:
+            tokens = generate_warm(model, prompt, warm_cache, library.layout.tail, max_new_tokens)
         else:
             tokens = generate(model, prompt, max_new_tokens)
-        if library and warm is None:
+        if library and warm_cache is None:
             name += " (cold)"
         answer = first_line(tokens, tokenizer)
-        rows.append([name, f"{milliseconds:.1f} ms", f"{nats:.2f}", repr(token), answer])
+        rows.append([name, f"{milliseconds:.1f} ms", f"{divergence:.2f}", repr(token), answer])
     print(table(["", "to the first token", "its KL", "first token", "answer"], rows))
     print("""
 proposed: projected summary tokens at the first positions, then the question's last token; ours:
@@ -754,23 +759,22 @@ def demo(libraries: dict[str, Library], tokenizer: tiktoken.Encoding) -> None:
     proposed, by our summary tokens and by two rivals."""
     proposal = libraries[PROPOSED]
     stored = {*proposal.texts}
-    asked = reworded_questions(stored)
-    similar = [text for text in asked if proposal.nearest(text)[1] >= proposal.threshold]
+    questions = reworded_questions(stored)
+    similar = [text for text in questions if proposal.nearest(text)[1] >= proposal.threshold]
     prompts = [(text, tokenizer.encode(text)) for text in similar]
     rows = []
     for name, first_token in ways_to_a_first_token(libraries, tokenizer).items():
         milliseconds, logits = time_first_tokens(first_token, prompts)
         if not rows:  # the first way is the exact one
             exact, cold_milliseconds = logits, milliseconds
-        nats = kl(exact, logits)
-        good = (nats <= GOOD_KL).double().mean()
-        saved = 1 - milliseconds / cold_milliseconds
-        rows.append(
-            [name, f"{milliseconds:.1f}", f"{saved:.0%}", f"{nats.mean():.2f}", f"{good:.0%}"]
-        )
+        divergences = kl(exact, logits)
+        good_share = (divergences <= GOOD_KL).double().mean()
+        saved_share = 1 - milliseconds / cold_milliseconds
+        figures = [f"{milliseconds:.1f}", f"{saved_share:.0%}", f"{divergences.mean():.2f}"]
+        rows.append([name, *figures, f"{good_share:.0%}"])
     header = ["the first token", "ms", "saved", "KL(cold || warm)", "KL <= 0.05"]
     print(f"""\
-{len(stored)} quiz questions are stored, and asked in {len(asked)} other wordings; for
+{len(stored)} quiz questions are stored, and asked in {len(questions)} other wordings; for
 {len(prompts)} of these, the stored one that is found is similar enough.
 
 {table(header, rows)}

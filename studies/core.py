@@ -37,7 +37,7 @@ from support.conditions import conditions, is_geometry
 from support.figures import COLORS
 from support.figures import write_figure as draw_figure
 from support.files import parse_json, read_text, write_text
-from support.statistics import bootstrap, mean
+from support.statistics import bootstrap, mean_of_rows
 from support.tables import Table, page
 
 STUDIES_FOLDER = Path(__file__).resolve().parent
@@ -126,7 +126,7 @@ def reduce_values(values: np.ndarray, reduction: str) -> Figure:
     if reduction == "turns":
         value = float(np.median(values))
         return Figure(value, min(values), max(values)) if len(values) > 2 else Figure(value)
-    value, low, high = bootstrap(values, REDUCTIONS.get(reduction, mean))
+    value, low, high = bootstrap(values, REDUCTIONS.get(reduction, mean_of_rows))
     if reduction == "exact":
         return Figure(value, value, value)
     if reduction == "series" or len(values) < MIN_VALUES_OF_INTERVAL:

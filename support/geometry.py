@@ -9,7 +9,7 @@ def kv_heads(config: Any) -> int:
     return getattr(config, "n_kv_head", config.n_head)
 
 
-def rotary(config: Any) -> tuple[Any, ...]:
+def rotary_settings(config: Any) -> tuple[Any, ...]:
     """Return what turns the keys that a cache holds: a Llama's frequencies, () for a GPT-2."""
     if not hasattr(config, "rope_theta"):
         return ()

@@ -17,17 +17,16 @@ def ridge(x: Tensor, y: Tensor, penalty: float) -> Tensor:
     """
     x, y = x.double(), y.double()
     if x.size(-1) <= x.size(-2):
-        return solve(x.mT @ x, x.mT @ y, penalty)
+        return solve_penalised(x.mT @ x, x.mT @ y, penalty)
     gram = x @ x.mT  # its trace, over F, is that of the primal form
-    return x.mT @ solve(gram, y, penalty * x.size(-2) / x.size(-1))
+    return x.mT @ solve_penalised(gram, y, penalty * x.size(-2) / x.size(-1))
 
 
-def solve(a: Tensor, b: Tensor, penalty: float) -> Tensor:
-    """Solve (a + penalty * mean(diagonal of a) * I) w = b for positive semidefinite a (..., n, n)."""
-    scale = a.diagonal(dim1=-2, dim2=-1).mean(dim=-1)[..., None, None].clamp(min=1e-30)
-    return torch.linalg.solve(
-        a + penalty * scale * torch.eye(a.size(-1), dtype=a.dtype, device=a.device), b
-    )
+def solve_penalised(matrix: Tensor, target: Tensor, penalty: float) -> Tensor:
+    """Solve (matrix + penalty * mean(diagonal) * I) w = target for a positive semidefinite matrix (..., n, n)."""
+    scale = matrix.diagonal(dim1=-2, dim2=-1).mean(dim=-1)[..., None, None].clamp(min=1e-30)
+    identity = torch.eye(matrix.size(-1), dtype=matrix.dtype, device=matrix.device)
+    return torch.linalg.solve(matrix + penalty * scale * identity, target)
 
 
 def cross_validate(
@@ -37,10 +36,17 @@ def cross_validate(
 ) -> float:
     """Return the penalty with the least mean error(train, test, penalty) over FOLDS parts of whole groups; train and
     test are indices. A paraphrase in the training part would give the answer away: hence groups. The draw is fixed."""
-    names = {group: i for i, group in enumerate(dict.fromkeys(groups))}
-    if len(names) < FOLDS:
-        raise ValueError(f"cross-validation needs {FOLDS} families of prompts, got {len(names)}")
-    shuffled = torch.randperm(len(names), generator=torch.Generator().manual_seed(0))
-    fold = shuffled[torch.tensor([names[group] for group in groups])] % FOLDS
-    parts = [((fold != i).nonzero()[:, 0], (fold == i).nonzero()[:, 0]) for i in range(FOLDS)]
-    return min(penalties, key=lambda penalty: sum(error(*part, penalty) for part in parts))
+    numbers = {group: i for i, group in enumerate(dict.fromkeys(groups))}
+    if len(numbers) < FOLDS:
+        raise ValueError(f"cross-validation needs {FOLDS} families of prompts, got {len(numbers)}")
+    shuffled = torch.randperm(len(numbers), generator=torch.Generator().manual_seed(0))
+    fold = shuffled[torch.tensor([numbers[group] for group in groups])] % FOLDS  # of each item
+    splits = []
+    for held_out in range(FOLDS):
+        train, test = (fold != held_out).nonzero()[:, 0], (fold == held_out).nonzero()[:, 0]
+        splits.append((train, test))
+
+    def total_error(penalty: float) -> float:
+        return sum(error(train, test, penalty) for train, test in splits)
+
+    return min(penalties, key=total_error)

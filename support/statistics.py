@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 
-def kl(expected: Tensor, got: Tensor) -> Tensor:
-    """Return KL(expected || got) in nats (...) of logits (..., V), in float32 or, given that, float64."""
-    expected, got = (
-        x.to(torch.promote_types(x.dtype, torch.float32)).log_softmax(-1) for x in (expected, got)
+def kl(expected: Tensor, actual: Tensor) -> Tensor:
+    """Return KL(expected || actual) in nats (...) of logits (..., V), in float32 or, given that, float64."""
+    expected_logs, actual_logs = (
+        logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        for logits in (expected, actual)
     )
-    return (expected.exp() * (expected - got)).sum(-1)
+    return (expected_logs.exp() * (expected_logs - actual_logs)).sum(-1)
 
 
 def entropy(logits: Tensor) -> Tensor:
@@ -30,11 +31,12 @@ def area_under_roc(good: Sequence[float], bad: Sequence[float]) -> float | None:
     if not len(good) or not len(bad):
         return None
     ordered = np.sort(np.asarray(bad))
-    below, up_to = (np.searchsorted(ordered, np.asarray(good), side) for side in ("left", "right"))
+    below = np.searchsorted(ordered, np.asarray(good), "left")
+    up_to = np.searchsorted(ordered, np.asarray(good), "right")
     return float((below + up_to).mean() / 2 / len(ordered))
 
 
-def mean(rows: np.ndarray) -> np.ndarray:
+def mean_of_rows(rows: np.ndarray) -> np.ndarray:
     """Return the mean (...) of rows (..., n)."""
     return rows.mean(-1)
 
@@ -46,49 +48,56 @@ def ratio_of_sums(rows: np.ndarray) -> np.ndarray:
 
 
 def bootstrap(
-    rows: np.ndarray, figure: Callable[[np.ndarray], np.ndarray]
+    rows: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]
 ) -> tuple[float, float, float]:
     """Return a figure of n rows and its 95% interval, by drawing rows again 2,000 times.
 
-    rows (n, ...): one for each independent thing (a prompt, a family of paraphrases), not for each measurement. figure
+    rows (n, ...): one for each independent thing (a prompt, a family of paraphrases), not for each measurement. statistic
     takes (draws, n, ...) and returns (draws,). Source: Efron and Tibshirani 1993, section 13.3 (percentile interval).
     """
     rows = np.asarray(rows, dtype=np.float64)
     draws = np.random.default_rng(0).integers(len(rows), size=(2000, len(rows)))
-    low, high = np.quantile(figure(rows[draws]), [0.025, 0.975])
-    return float(figure(rows[None])[0]), float(low), float(high)
+    low, high = np.quantile(statistic(rows[draws]), [0.025, 0.975])
+    return float(statistic(rows[None])[0]), float(low), float(high)
 
 
-def wilson(k: int, n: int) -> tuple[float, float, float]:
+def wilson_interval(k: int, n: int) -> tuple[float, float, float]:
     """Return the share k of n and its 95% interval, which has a width also where k is 0 or n (Wilson 1927)."""
-    z, p = 1.96, k / n
-    middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    whole = 1 + z * z / n
-    return p, max(0.0, (middle - half) / whole), min(1.0, (middle + half) / whole)
+    z, share = 1.96, k / n
+    centre = share + z * z / (2 * n)
+    half_width = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    scale = 1 + z * z / n
+    return share, max(0.0, (centre - half_width) / scale), min(1.0, (centre + half_width) / scale)
 
 
 def rouge_l(answer: str, reference: str) -> float:
     """Return ROUGE-L: F1 of the longest common subsequence of words (Lin 2004, section 3.1)."""
-    a, b = answer.lower().split(), reference.lower().split()
-    best = [0] * (len(b) + 1)
-    for word in a:
-        previous = best[:]
-        for j, other in enumerate(b):
-            best[j + 1] = previous[j] + 1 if word == other else max(previous[j + 1], best[j])
-    return 2 * best[-1] / (len(a) + len(b)) if a and b else float(a == b)
+    words, expected = answer.lower().split(), reference.lower().split()
+    if not words or not expected:
+        return float(words == expected)
+    lengths = [0] * (len(expected) + 1)  # of the longest one, of the words so far and expected[:i]
+    for word in words:
+        previous = lengths[:]
+        for i, other in enumerate(expected):
+            if word == other:
+                lengths[i + 1] = previous[i] + 1
+            else:
+                lengths[i + 1] = max(previous[i + 1], lengths[i])
+    return 2 * lengths[-1] / (len(words) + len(expected))
 
 
 def bleu_counts(text: str, reference: str) -> np.ndarray:
     """Return what BLEU counts in a text (10,): for n = 1 ... 4 the n-grams that the reference has too, then all of its
     n-grams, then its length and the reference's. Words and punctuation marks are the tokens."""
-    words, expected = (re.findall(r"\w+|[^\w\s]", t) for t in (text, reference))
+    words, expected = (re.findall(r"\w+|[^\w\s]", words) for words in (text, reference))
     matches, totals = [], []
     for n in range(1, 5):
-        grams, known = (
-            Counter(zip(*(w[i:] for i in range(n)), strict=False)) for w in (words, expected)
+        ngrams, reference_ngrams = (
+            Counter(zip(*(tokens[i:] for i in range(n)), strict=False))
+            for tokens in (words, expected)
         )
-        matches.append((grams & known).total())
-        totals.append(grams.total())
+        matches.append((ngrams & reference_ngrams).total())
+        totals.append(ngrams.total())
     return np.array([*matches, *totals, len(words), len(expected)], dtype=np.float64)
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from studies.claims import claims_of_all_sources
-from support.statistics import wilson
+from support.statistics import wilson_interval
 
 SOURCES = claims_of_all_sources()
 ROWS = [(name, claim) for name, claims in SOURCES.items() for claim in claims]
@@ -31,5 +31,5 @@ def test_a_source_has_at_most_ten_claims_and_no_quote_twice_under_the_same_condi
 
 
 def test_wilson_has_a_width_where_nothing_is_right() -> None:
-    assert wilson(0, 32) == pytest.approx((0.0, 0.0, 0.1072), abs=1e-3)
-    assert wilson(5, 10) == pytest.approx((0.5, 0.2366, 0.7634), abs=1e-3)
+    assert wilson_interval(0, 32) == pytest.approx((0.0, 0.0, 0.1072), abs=1e-3)
+    assert wilson_interval(5, 10) == pytest.approx((0.5, 0.2366, 0.7634), abs=1e-3)

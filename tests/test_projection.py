@@ -17,7 +17,7 @@ from projector import Layout, cache_of_summary
 from studies.core import Figure, Rows
 from studies.projection import segments
 from studies.projection import study as projection
-from studies.projection.ways import TRUE, Trial, Way, pocket_families, read_pairs
+from studies.projection.ways import TRUE_POSITIONS, Trial, Way, pocket_families, read_pairs
 from support import encoders
 from support.encoders import PairEncoder
 from tests.helpers import ROOT, refused, start
@@ -25,15 +25,19 @@ from tests.helpers import ROOT, refused, start
 
 @pytest.fixture(scope="module")
 def trial() -> Trial:
-    families = pocket_families("quiz", 0, most=12, wordings=3)
+    families = pocket_families("quiz", 0, max_families=12, wordings=3)
     return Trial(
-        load_model("pocket", model_class=GPT), load_tokenizer("pocket"), "quiz", families, few=10
+        load_model("pocket", model_class=GPT),
+        load_tokenizer("pocket"),
+        "quiz",
+        families,
+        quick_steps=10,
     )
 
 
 def kl_of(trial: Trial, way: Way) -> float:
-    prompts = trial.sample[:8]
-    return sum(projection.first_token(trial, way, p, p)["kl"] for p in prompts) / len(prompts)
+    prompts = trial.stage_1_prompts[:8]
+    return sum(projection.first_token_error(trial, way, p, p)["kl"] for p in prompts) / len(prompts)
 
 
 # --- What is fitted, and on what ----------------------------------------------------------------------
@@ -44,13 +48,13 @@ def test_nothing_is_fitted_on_what_is_tested(trial: Trial, monkeypatch: pytest.M
         return {p.family.split("/")[0] for p in prompts}
 
     paired = [prompt for pair in trial.pairs for prompt in pair]
-    for fitted in (trial.train, trial.sample, trial.bankers, paired):
+    for fitted in (trial.train, trial.stage_1_prompts, trial.bank_prompts, paired):
         assert splits(fitted) == {"train"}
     assert all(a is not b and a.family == b.family for a, b in trial.pairs)
     for split in ("test", "valid"):
-        stored = trial.stored(split)
+        stored = trial.stored_prompts(split)
         assert splits(stored) == {split, "train"}
-        assert splits(trial.stored(split, False)) == {"train"}
+        assert splits(trial.stored_prompts(split, False)) == {"train"}
         for prompt, relative in trial.queries(split):
             assert prompt.family.startswith(split) and prompt not in stored
             assert relative is None or (relative in stored and relative.family == prompt.family)
@@ -70,13 +74,13 @@ def test_penalties_are_chosen_by_family(trial: Trial, monkeypatch: pytest.Monkey
 
     for module in (projector, segments, encoders):
         monkeypatch.setattr(module, "cross_validate", recording)
-    fresh = replace(TRUE, tail=2)
+    fresh = replace(TRUE_POSITIONS, tail=2)
     trial.segment_map(fresh)
-    trial.stage_2(fresh, trial.own)
+    trial.stage_2(fresh, trial.own_summary)
     families = [p.family for p in trial.train]
     PairEncoder.fit(trial.tokenizer, [p.text for p in trial.train], families)
     assert grouped == [
-        [p.family for p in trial.sample],
+        [p.family for p in trial.stage_1_prompts],
         [p.family for p, _ in trial.pairs],
         families,
     ]
@@ -120,14 +124,16 @@ def test_pairs_that_are_none_are_one_sentence(content: bytes, message: str, tmp_
 def test_the_position_rule_alone_is_exact_at_the_true_position(trial: Trial) -> None:
     prompt, rule = trial.train[0], trial.ways["rule"]
     there = replace(rule, layout=Layout(len(prompt.ids) - 1))
-    found = projection.worth(trial, there, prompt, trial.train[5])
+    found = projection.first_token_worth(trial, there, prompt, trial.train[5])
     assert found["kl"] < 1e-5 and found["good"] and found["lost"] == 0
-    assert projection.first_token(trial, rule, prompt, prompt)["kl"] > 0.01
+    assert projection.first_token_error(trial, rule, prompt, prompt)["kl"] > 0.01
 
 
 def test_learned_summary_tokens_are_better_than_their_start(trial: Trial) -> None:
     weights = [p.clone() for p in trial.model.parameters()]
-    start = torch.stack([trial.own(p, TRUE) for p in trial.sample]).mean(0)
+    start = torch.stack([trial.own_summary(p, TRUE_POSITIONS) for p in trial.stage_1_prompts]).mean(
+        0
+    )
     learned = trial.ways["learned"]
     assert kl_of(trial, learned) < 0.9 * kl_of(trial, replace(learned, summary=lambda p, _: start))
     for before, after in zip(weights, trial.model.parameters(), strict=True):
@@ -135,16 +141,18 @@ def test_learned_summary_tokens_are_better_than_their_start(trial: Trial) -> Non
 
 
 def test_a_figure_is_what_it_says(trial: Trial) -> None:
-    (prompt, source), way = trial.related("test")[0], trial.ways["raw-8:4"]
-    found = projection.worth(trial, way, prompt, source)
-    cache = cache_of_summary(trial.model, trial.own(source, way.layout), len(prompt.ids) - 4)
+    (prompt, source), way = trial.related_pairs("test")[0], trial.ways["raw-8:4"]
+    found = projection.first_token_worth(trial, way, prompt, source)
+    cache = cache_of_summary(
+        trial.model, trial.own_summary(source, way.layout), len(prompt.ids) - 4
+    )
     with torch.no_grad():
         logits = trial.model(torch.tensor([prompt.ids[-4:]]), cache)[0, -1]
     p, q = prompt.exact.logits.log_softmax(-1), logits.log_softmax(-1)
     assert found["kl"] == pytest.approx(float((p.exp() * (p - q)).sum()), rel=1e-3, abs=1e-5)
-    other = next(p for p, _ in trial.related("test") if p.answer != prompt.answer)
-    assert projection.score(trial, prompt) == 1
-    assert projection.score(trial, prompt, other.follows[0]) == 0
+    other = next(p for p, _ in trial.related_pairs("test") if p.answer != prompt.answer)
+    assert projection.score_answer(trial, prompt) == 1
+    assert projection.score_answer(trial, prompt, other.follows[0]) == 0
 
 
 def test_an_interval_is_by_family_and_has_a_width_where_all_agree(
@@ -154,12 +162,12 @@ def test_an_interval_is_by_family_and_has_a_width_where_all_agree(
     prompts = trial.train * 3  # 12 families, of 9 prompts each
     level = {family: i for i, family in enumerate(dict.fromkeys(p.family for p in prompts))}
     values = [level[p.family] for p in prompts]
-    projection.add(rows, "x", {}, prompts, kl=values, low=[1.0] * len(prompts))
+    projection.add_metrics(rows, "x", {}, prompts, kl=values, low=[1.0] * len(prompts))
     value, low, high = rows.figure("x", "kl")
     assert value == 5.5 and 3 < low < 4.2 and 6.8 < high < 8  # not of 108 prompts
     assert rows.figure("x", "low") == Figure(1, pytest.approx(0.9656, abs=1e-3), 1)
     few = [p for p in prompts if level[p.family] < 3]
-    projection.add(rows, "few", {}, few, kl=[1.0] * len(few))
+    projection.add_metrics(rows, "few", {}, few, kl=[1.0] * len(few))
     assert rows.figure("few", "kl") == Figure(1.0), "an interval of three families"
 
 

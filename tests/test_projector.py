@@ -105,7 +105,7 @@ def test_identity_of_as_many_summary_tokens_as_tokens(
     model: nn.Module, tail: int, true_positions: bool
 ) -> None:
     exact, layout = prefill(model, prompt(30)), Layout(30 - tail, tail, true_positions)
-    summary = summarize(measure_segments(model, exact, layout), bank=0.0)
+    summary = summarize(measure_segments(model, exact, layout), bank_weight=0.0)
     close(after_summary(model, exact, summary, layout), exact.logits)
 
 
@@ -152,7 +152,7 @@ def test_a_bank_of_no_weight_changes_nothing() -> None:
     others = tail_queries(model, prefill(model, prompt(60, seed=1)), 40)
     alone = summarize(measure_segments(model, exact, layout))
     with_bank = measure_segments(model, exact, layout, others)
-    close(summarize(with_bank, bank=0.0), alone)
+    close(summarize(with_bank, bank_weight=0.0), alone)
     assert (summarize(with_bank) - alone).abs().max() > 0.1
 
 

@@ -33,7 +33,7 @@ from memories import Memory, memories_of
 from pocket import corpus
 from pocket.evaluation import score_answers, token_losses
 from studies.core import Rows, Setting, run_study
-from support.statistics import bleu, bleu_counts, bootstrap, perplexity, wilson
+from support.statistics import bleu, bleu_counts, bootstrap, perplexity, wilson_interval
 from support.tokenizers import END_OF_TEXT
 
 
@@ -145,7 +145,7 @@ def measure_quality(
             bleu=bootstrap(counts, bleu),
             lost=bootstrap(np.stack([counts, full.bleu_counts], 1), bleu_loss),
         )
-        rows.add_figures(way, setting, size.facts, facts=wilson(right_count, size.facts))
+        rows.add_figures(way, setting, size.facts, facts=wilson_interval(right_count, size.facts))
 
 
 def measure_long_texts(rows: Rows, memories: dict[str, Memory], tokenizer: Any, size: Size) -> None:

@@ -37,7 +37,7 @@ from pocket import corpus
 from pocket.evaluation import held_out_rows, score_answers
 from studies.core import Rows, run_study
 from support.conditions import random_model
-from support.statistics import bootstrap, kl, wilson
+from support.statistics import bootstrap, kl, wilson_interval
 from support.timing import run_in_turns
 
 TEXT_COUNT, FACT_COUNT, TURNS = 12, 75, 5  # how many
@@ -105,7 +105,9 @@ def measure_quality(
         if way == "grouped":  # it is exact itself
             reference, late_reference = logits, late_logits
         right_count = round(score_answers(reader, tokenizer, questions)[1] * len(questions))
-        rows.add_figures(way, setting, len(questions), facts=wilson(right_count, len(questions)))
+        rows.add_figures(
+            way, setting, len(questions), facts=wilson_interval(right_count, len(questions))
+        )
         rows.add_values(
             way,
             setting,

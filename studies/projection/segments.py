@@ -21,7 +21,7 @@ from projector import (
     tail_queries,
     vectors_by_head,
 )
-from support.regression import cross_validate, ridge, solve
+from support.regression import cross_validate, ridge, solve_penalised
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Segments:
     q: Tensor  # (L, H, R, D), queries: the tail's, then a bank's
     mass: Tensor  # (L, H, R, m), each segment's weight for them: log-sum-exp of its scores
     out: Tensor  # (L, H, R, D), attention's output for them over all segments
-    own: int  # the number of the prompt's own queries; in a Llama more of them read a head of keys
+    n_own: int  # queries that are the prompt's own; in a Llama more of them read a head of keys
 
 
 def segments_of(layout: Layout, T: int) -> list[slice]:
@@ -56,37 +56,42 @@ def measure_segments(
     tail_queries() returns. Raises ValueError if the prompt is too short."""
     segments = segments_of(layout, len(exact.ids))
     n = len(exact.ids) - layout.tail
-    at = torch.arange(n)
+    positions = torch.arange(n)
     k, v = exact.kv[:, :, :, :n].unbind(1)  # (L, H, n, D)
-    own = tail_queries(model, exact, layout.tail)
-    q = own if bank is None else torch.cat([own, bank], 2)  # (L, H, R, D)
-    before = shift_positions(model, k, at * 0 - n)  # keys relative to the first token fed
-    scores = q @ before.mT / math.sqrt(k.size(-1))  # (L, H, R, n)
-    mass = torch.stack([scores[..., part].logsumexp(-1) for part in segments], -1)
-    seen_at = at - n
+    own_queries = tail_queries(model, exact, layout.tail)
+    q = own_queries if bank is None else torch.cat([own_queries, bank], 2)  # (L, H, R, D)
+    relative_keys = shift_positions(model, k, torch.full((n,), -n))  # to the first token fed
+    scores = q @ relative_keys.mT / math.sqrt(k.size(-1))  # (L, H, R, n)
+    mass = torch.stack([scores[..., segment].logsumexp(-1) for segment in segments], -1)
+    seen_positions = positions - n
     if not layout.true_positions:  # the segments follow one another, and the tail follows them
-        seen_at = torch.cat([at[part] * 0 + i - layout.m for i, part in enumerate(segments)])
-    kv = torch.stack([shift_positions(model, k, seen_at - at), v], 1)  # (L, 2, H, n, D)
-    pooled = torch.stack([kv[..., part, :].mean(-2) for part in segments], -2)
-    return Segments(pooled, q, mass, scores.softmax(-1) @ v, own.size(2))
+        seen_positions = torch.cat(
+            [positions[segment] * 0 + i - layout.m for i, segment in enumerate(segments)]
+        )
+    seen_keys = shift_positions(model, k, seen_positions - positions)
+    kv = torch.stack([seen_keys, v], 1)  # (L, 2, H, n, D)
+    pooled = torch.stack([kv[..., segment, :].mean(-2) for segment in segments], -2)
+    return Segments(pooled, q, mass, scores.softmax(-1) @ v, own_queries.size(2))
 
 
-def summarize(segments: Segments, penalty: float = 1e-3, bank: float = 0.1) -> Tensor:
+def summarize(segments: Segments, penalty: float = 1e-3, bank_weight: float = 0.1) -> Tensor:
     """Return the summary tokens (L, 2, H, m, D) of one prompt, fitted on it alone: segment means, and the smallest
     change of them by ridge regression with which each weighs as much as its segment and all together read the same.
 
     The first is linear in the keys, for q k / sqrt(D) = log-sum-exp; the second, with these weights, in the values.
-    bank: the weight of all other prompts' queries beside the prompt's own; without them the summary tokens are right
+    bank_weight: the weight of all other prompts' queries beside the prompt's own; without them the summary tokens are right
     for that prompt only.
     """
     k, v = segments.pooled.double().unbind(1)
     q = segments.q.double() / math.sqrt(segments.q.size(-1))
-    n = q.size(-2)
-    weigh = torch.ones(n, 1, dtype=q.dtype)
-    weigh[segments.own :] = math.sqrt(bank * segments.own / max(1, n - segments.own))
-    k = k + ridge(weigh * q, weigh * (segments.mass - q @ k.mT), penalty).mT
+    n_queries = q.size(-2)
+    query_weights = torch.ones(n_queries, 1, dtype=q.dtype)
+    query_weights[segments.n_own :] = math.sqrt(
+        bank_weight * segments.n_own / max(1, n_queries - segments.n_own)
+    )
+    k = k + ridge(query_weights * q, query_weights * (segments.mass - q @ k.mT), penalty).mT
     weights = (q @ k.mT).softmax(-1)  # (L, H, R, m)
-    v = v + ridge(weigh * weights, weigh * (segments.out - weights @ v), penalty)
+    v = v + ridge(query_weights * weights, query_weights * (segments.out - weights @ v), penalty)
     return torch.stack([k, v], 1).float()
 
 
@@ -102,12 +107,12 @@ class SegmentMap:
     """
 
     def __init__(self, prompts: Sequence[Segments], penalty: float) -> None:
-        pooled = torch.stack([s.pooled for s in prompts]).double()  # (N, L, 2, H, m, D)
-        q = torch.cat([s.q for s in prompts], 2).double()  # (L, H, N R, D)
-        mass = torch.cat([s.mass for s in prompts], 2).double()
-        out = torch.cat([s.out for s in prompts], 2).double()
+        pooled = torch.stack([prompt.pooled for prompt in prompts]).double()  # (N, L, 2, H, m, D)
+        q = torch.cat([prompt.q for prompt in prompts], 2).double()  # (L, H, N R, D)
+        mass = torch.cat([prompt.mass for prompt in prompts], 2).double()
+        output = torch.cat([prompt.out for prompt in prompts], 2).double()
         q = q / math.sqrt(q.size(-1))
-        R = prompts[0].own
+        R = prompts[0].n_own
         x = vectors_by_head(pooled)  # (L, H, N, F)
         self.penalty = penalty
         self.mean, self.scale = x.mean(-2, keepdim=True), x.std(-2, keepdim=True).clamp(min=1e-6)
@@ -115,13 +120,13 @@ class SegmentMap:
         pooled = pooled.repeat_interleave(R, 0)
         k, v = pooled.permute(2, 1, 3, 0, 4, 5)  # (L, H, N R, m, D)
         gram = x @ x.mT  # (L, H, N R, N R)
-        rest = mass - (k @ q[..., None])[..., 0]  # (L, H, N R, m)
-        dual = solve(q @ q.mT * gram, rest, penalty)
+        residual = mass - (k @ q[..., None])[..., 0]  # (L, H, N R, m)
+        dual = solve_penalised(q @ q.mT * gram, residual, penalty)
         self.a = torch.einsum("lhnj,lhnd,lhnf->lhjdf", dual, q, x).float()  # (L, H, m, D, 1 + F)
         k = k + torch.einsum("lhjdf,lhnf->lhnjd", self.a, x.float())
         weights = (k @ q[..., None])[..., 0].softmax(-1)
-        rest = out - (weights[..., None, :] @ v)[..., 0, :]  # (L, H, N R, D)
-        dual = solve(weights @ weights.mT * gram, rest, penalty)
+        residual = output - (weights[..., None, :] @ v)[..., 0, :]  # (L, H, N R, D)
+        dual = solve_penalised(weights @ weights.mT * gram, residual, penalty)
         self.b = torch.einsum("lhnd,lhnj,lhnf->lhjdf", dual, weights, x).float()
 
     def features(self, x: Tensor) -> Tensor:
@@ -131,10 +136,10 @@ class SegmentMap:
 
     def __call__(self, prompts: Sequence[Segments]) -> Tensor:
         """Return the summary tokens (N, L, 2, H, m, D) of N prompts."""
-        pooled = torch.stack([s.pooled for s in prompts])
+        pooled = torch.stack([prompt.pooled for prompt in prompts])
         x = self.features(vectors_by_head(pooled.double())).float()  # (L, H, N, 1 + F)
-        added = [torch.einsum("lhjdf,lhnf->nlhjd", w, x) for w in (self.a, self.b)]
-        return pooled + torch.stack(added, 2)
+        additions = [torch.einsum("lhjdf,lhnf->nlhjd", weight, x) for weight in (self.a, self.b)]
+        return pooled + torch.stack(additions, 2)
 
     @classmethod
     def fit(cls, prompts: Sequence[Segments], families: Sequence[str]) -> "SegmentMap":
@@ -151,5 +156,5 @@ class SegmentMap:
 def readout_error(segments: Segments, summary: Tensor) -> float:
     """Return the mean squared error of attention's output for all queries: for the last token's, the proposal's loss
     of stage 1."""
-    got = attention_output(segments.q, *summary.unbind(1))
-    return float((got - segments.out).square().mean())
+    read = attention_output(segments.q, *summary.unbind(1))
+    return float((read - segments.out).square().mean())

@@ -4,7 +4,7 @@ prompts of the pocket world, and what its thresholds say.
 `python3 -m studies.projection` takes two hours and goes on where it was interrupted; `--quick`
 takes a minute; `--again written` measures that way once more; `--kinds quiz` is one kind of prompts.
 
-Ways (projection_ways.py has them all): written and proposed are the proposal with stage 1 as it is
+Ways (ways.py has them all): written and proposed are the proposal with stage 1 as it is
 written, and with a smaller one, over segments; raw-1:16 is ours, 1 summary token of the similar
 prompt as it is and the 16 last tokens of the new one. Who is asked, and from what it starts (the
 setting `on`): found, prompts at least as similar as tau to the stored prompt that retrieval finds;
@@ -59,11 +59,11 @@ from studies.core import (
     report,
 )
 from studies.projection.ways import (
-    OURS,
-    POCKET,
+    OUR_LAYOUTS,
+    POCKET_KINDS,
     PROPOSED,
-    RAW,
-    Asked,
+    RAW_LAYOUTS,
+    AskedPrompts,
     Prompt,
     Trial,
     Way,
@@ -71,37 +71,42 @@ from studies.projection.ways import (
     pocket_families,
     read_pairs,
 )
-from support.statistics import area_under_roc, bootstrap, ratio_of_sums, rouge_l, wilson
+from support.statistics import area_under_roc, bootstrap, ratio_of_sums, rouge_l, wilson_interval
 from support.timing import run_in_turns
 from support.tokenizers import END_OF_TEXT
 
-GOOD = 0.05  # the source's: KL in nats, or change of perplexity, at most
-BOTH_STAGES = ("written", "proposed", "proposed-true")
-FOUND = (*BOTH_STAGES, "own", "raw-8:1", "hidden", "neighbour", "none", *OURS)
-ALONE = ("rule", "stage1-written", "stage1-segments")
-GIVEN = (*BOTH_STAGES, *RAW, *ALONE, "learned")
-SHARES = ("low", "good")
-FEW = 8  # families of each split of a reduced run, at most
-FIT_PROMPTS, TIMED, EMITTED = 75, 16, 4
-LENGTHS = (32, 64, 128, 256, 512, 1000)
-MINILM = GPTConfig(vocab_size=1, n_ctx=256, n_layer=6, n_head=12, n_embd=384)  # all-MiniLM-L6-v2's
-LIBRARY = 1000  # stored prompts, for the time of retrieval
+GOOD_LIMIT = 0.05  # the source's: KL in nats, or change of perplexity, at most
+BOTH_STAGE_WAYS = ("written", "proposed", "proposed-true")
+RETRIEVED_WAYS = (*BOTH_STAGE_WAYS, "own", "raw-8:1", "hidden", "neighbour", "none", *OUR_LAYOUTS)
+SINGLE_PARTS = ("rule", "stage1-written", "stage1-segments")
+GIVEN_WAYS = (*BOTH_STAGE_WAYS, *RAW_LAYOUTS, *SINGLE_PARTS, "learned")
+SHARE_METRICS = ("low", "good")
+QUICK_FAMILIES = 8  # families of each split of a reduced run, at most
+FIT_PROMPTS, TIMED_PROMPTS, EMITTED_TOKENS = 75, 16, 4
+PROMPT_LENGTHS = (32, 64, 128, 256, 512, 1000)
+# all-MiniLM-L6-v2's geometry.
+MINILM_CONFIG = GPTConfig(vocab_size=1, n_ctx=256, n_layer=6, n_head=12, n_embd=384)
+LIBRARY_SIZE = 1000  # stored prompts, for the time of retrieval
 
 
-def add(rows: Rows, way: str, at: dict, prompts: Sequence[Prompt], **metrics: Sequence) -> None:
+def add_metrics(
+    rows: Rows, way: str, setting: dict, prompts: Sequence[Prompt], **metrics: Sequence
+) -> None:
     """Append metrics of a way, a value a prompt, with intervals by bootstrap over families, since
     paraphrases aren't independent. A share's is at least as wide as Wilson's, which has a width
     where all prompts agree."""
-    names = [*dict.fromkeys(p.family for p in prompts)]
-    family = [names.index(p.family) for p in prompts]
+    family_names = [*dict.fromkeys(prompt.family for prompt in prompts)]
+    family_indices = [family_names.index(prompt.family) for prompt in prompts]
     for metric, values in metrics.items():
-        sums = np.stack([np.bincount(family, values), np.bincount(family)], 1)
-        value, low, high = bootstrap(sums, ratio_of_sums)
-        if metric in SHARES:
-            _, least, most = wilson(sum(values), len(values))
-            low, high = min(low, least), max(high, most)
-        found = (value, low, high) if len(names) >= MIN_VALUES_OF_INTERVAL else [value]
-        rows.add_figures(way, at, len(values), **{metric: found})
+        family_sums = np.stack(
+            [np.bincount(family_indices, values), np.bincount(family_indices)], 1
+        )
+        value, low, high = bootstrap(family_sums, ratio_of_sums)
+        if metric in SHARE_METRICS:
+            _, wilson_low, wilson_high = wilson_interval(sum(values), len(values))
+            low, high = min(low, wilson_low), max(high, wilson_high)
+        figure = (value, low, high) if len(family_names) >= MIN_VALUES_OF_INTERVAL else [value]
+        rows.add_figures(way, setting, len(values), **{metric: figure})
 
 
 # --- One prompt -------------------------------------------------------------------------------------
@@ -112,216 +117,233 @@ def choose_tau(trial: Trial) -> tuple[float, float | None]:
     the area under that curve. Positive: the relative is found. Negative: something else is, or
     anything where no relative is stored. (The source takes training prompts; the encoder was fitted
     on those, so that they seem closer.)"""
-    asked = trial.retrieve("valid")
-    good = np.array([q.similarity for q in asked if q.found is q.relative])
-    others = [q for q in asked if q.found is not q.relative]
-    others += trial.retrieve("valid", relatives=False)
-    bad = np.array([q.similarity for q in others])
-    if not len(good):
+    queries = trial.retrieve("valid")
+    right = [query for query in queries if query.nearest is query.relative]
+    wrong = [query for query in queries if query.nearest is not query.relative]
+    wrong += trial.retrieve("valid", relatives=False)
+    if not right:
         return math.inf, None
-    levels = sorted({*good, *bad})
-    best = max(levels, key=lambda tau: (good >= tau).mean() - (bad >= tau).mean())
-    return float(best), area_under_roc(good, bad)
+    positives = np.array([query.similarity for query in right])
+    negatives = np.array([query.similarity for query in wrong])
+
+    def difference(tau: float) -> float:
+        return (positives >= tau).mean() - (negatives >= tau).mean()
+
+    best_tau = max(sorted({*positives, *negatives}), key=difference)
+    return float(best_tau), area_under_roc(positives, negatives)
 
 
-def score(trial: Trial, prompt: Prompt, *first: int) -> float:
+def score_answer(trial: Trial, prompt: Prompt, *first_tokens: int) -> float:
     """Return the exact match of a greedy answer to the end of the line, or ROUGE-L of a long one, by the exact cache;
     after the first token, if it has been emitted already."""
-    n, ids = 80 if trial.long else 24, trial.batch([*prompt.ids, *first])
-    tokens = generate(trial.model, ids, n - len(first), stop_id=trial.tokenizer.eot_token)
-    text = trial.tokenizer.decode([*first, *map(int, tokens)]).partition(END_OF_TEXT)[0]
-    if trial.long:
+    max_tokens = (80 if trial.long_answers else 24) - len(first_tokens)
+    ids = trial.batch_of([*prompt.ids, *first_tokens])
+    tokens = generate(trial.model, ids, max_tokens, stop_id=trial.tokenizer.eot_token)
+    text = trial.tokenizer.decode([*first_tokens, *map(int, tokens)]).partition(END_OF_TEXT)[0]
+    if trial.long_answers:
         return rouge_l(text, prompt.answer)
     return float(text.partition("\n")[0].strip() == prompt.answer)
 
 
 @torch.no_grad()
-def nats_after(trial: Trial, prompt: Prompt, cache: KVCache, tail: int) -> float:
+def continuation_loss(trial: Trial, prompt: Prompt, cache: KVCache, tail: int) -> float:
     """Return the mean loss of the text that follows a prompt, read after its tail on a cache."""
-    ids = trial.batch([*prompt.ids[-tail:], *prompt.follows])
+    ids = trial.batch_of([*prompt.ids[-tail:], *prompt.follows])
     logits = trial.model(ids[:, :-1], cache)[0, tail - 1 :]
     return float(cross_entropy(logits.float(), ids[0, tail:]))
 
 
-def first_token(trial: Trial, way: Way, prompt: Prompt, source: Prompt) -> dict[str, float]:
+def first_token_error(trial: Trial, way: Way, prompt: Prompt, source: Prompt) -> dict[str, float]:
     """Return how far a way's first token is from the exact one."""
     kl = float(divergence(prompt.exact.logits, trial.first_logits(way, source, prompt)))
-    return {"kl": kl, "low": kl <= GOOD}
+    return {"kl": kl, "low": kl <= GOOD_LIMIT}
 
 
-def worth(trial: Trial, way: Way, prompt: Prompt, source: Prompt) -> dict[str, float]:
+def first_token_worth(trial: Trial, way: Way, prompt: Prompt, source: Prompt) -> dict[str, float]:
     """Return all that a way's first token is worth."""
-    exact, got = prompt.exact.logits, trial.first_logits(way, source, prompt)
-    found = first_token(trial, way, prompt, source)
+    exact_logits, logits = prompt.exact.logits, trial.first_logits(way, source, prompt)
+    metrics = first_token_error(trial, way, prompt, source)
     # The source's KL is the reverse one; the easier of both counts.
-    found["good"] = found["low"] or float(divergence(got, exact)) <= GOOD
-    if way.layout and not found["good"]:
-        warm = nats_after(trial, prompt, trial.cache(way, source, prompt), way.layout.tail)
-        cold = nats_after(trial, prompt, prefilled_cache(trial.model, prompt.ids[:-1]), 1)
-        found["good"] = math.expm1(warm - cold) <= GOOD
+    metrics["good"] = metrics["low"] or float(divergence(logits, exact_logits)) <= GOOD_LIMIT
+    if way.layout and not metrics["good"]:
+        warm_cache = trial.warm_cache(way, source, prompt)
+        warm_loss = continuation_loss(trial, prompt, warm_cache, way.layout.tail)
+        exact_cache = prefilled_cache(trial.model, prompt.ids[:-1])
+        cold_loss = continuation_loss(trial, prompt, exact_cache, 1)
+        metrics["good"] = math.expm1(warm_loss - cold_loss) <= GOOD_LIMIT
     if prompt.answer:
-        found["lost"], first = 0.0, int(got.argmax())
-        if first != int(exact.argmax()):
-            found["lost"] = score(trial, prompt) - score(trial, prompt, first)
-    return found
+        metrics["lost"], first_token = 0.0, int(logits.argmax())
+        if first_token != int(exact_logits.argmax()):
+            metrics["lost"] = score_answer(trial, prompt) - score_answer(trial, prompt, first_token)
+    return metrics
 
 
 # --- Many prompts -----------------------------------------------------------------------------------
 
 
-def ask(
+def measure_ways(
     rows: Rows,
     trial: Trial,
     names: Iterable[str],
-    asked: Asked,
-    measure: Callable[..., dict[str, float]] = first_token,
-    **at: Any,
+    queries: AskedPrompts,
+    measure: Callable[..., dict[str, float]] = first_token_error,
+    **setting: Any,
 ) -> None:
     """Append the figures of ways on some prompts, each with the one that it starts from; at: the
     setting, in which m is another number of summary tokens."""
-    at = {"kind": trial.kind} | at
-    for name in rows.ways_due([name for name in names if name in trial.ways], "kl", **at):
+    setting = {"kind": trial.kind} | setting
+    for name in rows.ways_due([name for name in names if name in trial.ways], "kl", **setting):
         way = trial.ways[name]
-        if "m" in at:
-            way = replace(way, layout=replace(way.layout, m=at["m"]))
-        pairs = [(p, source) for p, source, *_ in asked if way.covers(p, source)]
-        found = [measure(trial, way, p, source) for p, source in pairs]
-        if found:
-            columns = {metric: [x[metric] for x in found] for metric in found[0]}
-            add(rows, name, at, [p for p, _ in pairs], **columns)
+        if "m" in setting:
+            way = replace(way, layout=replace(way.layout, m=setting["m"]))
+        pairs = [(prompt, source) for prompt, source, *_ in queries if way.covers(prompt, source)]
+        measured = [measure(trial, way, prompt, source) for prompt, source in pairs]
+        if measured:
+            columns = {metric: [metrics[metric] for metrics in measured] for metric in measured[0]}
+            add_metrics(rows, name, setting, [prompt for prompt, _ in pairs], **columns)
 
 
 @torch.no_grad()
-def going_on(trial: Trial, way: Way, prompt: Prompt, source: Prompt) -> dict[str, float]:
+def kl_after_summary_tokens(
+    trial: Trial, way: Way, prompt: Prompt, source: Prompt
+) -> dict[str, float]:
     """Return KL after some tokens from summary tokens, if these go on. (If the exact cache reads
     the tokens again, there is no difference.)"""
-    model, tail, ids = trial.model, way.layout.tail, trial.batch(prompt.ids)
-    warm, exact = trial.cache(way, source, prompt), prefilled_cache(model, prompt.ids)
-    stand_in = torch.cat([ids.new_zeros(1, len(warm)), ids[:, -tail:]], 1)
-    tokens = torch.cat([*generate(model, stand_in, EMITTED, cache=warm)], 1)
-    expected = model(tokens, exact, last_only=True)[0, -1]
-    got = model(tokens[:, -1:], warm, last_only=True)[0, -1]
-    return {"kl": float(divergence(expected, got))}
+    model, tail, ids = trial.model, way.layout.tail, trial.batch_of(prompt.ids)
+    warm_cache, exact_cache = (
+        trial.warm_cache(way, source, prompt),
+        prefilled_cache(model, prompt.ids),
+    )
+    stand_in = torch.cat([ids.new_zeros(1, len(warm_cache)), ids[:, -tail:]], 1)
+    tokens = torch.cat([*generate(model, stand_in, EMITTED_TOKENS, cache=warm_cache)], 1)
+    expected_logits = model(tokens, exact_cache, last_only=True)[0, -1]
+    logits = model(tokens[:, -1:], warm_cache, last_only=True)[0, -1]
+    return {"kl": float(divergence(expected_logits, logits))}
 
 
 # --- Time -------------------------------------------------------------------------------------------
 
 
-def clocked(start: Callable[[Any], Any], asked: Any, turn: int) -> float:
+def time_first_logits(start: Callable[[Any], Any], prompt: Any, turn: int) -> float:
     """Return how many milliseconds a start takes, until its logits are there."""
-    begun = time.perf_counter()
-    result = start(asked)
+    started = time.perf_counter()
+    result = start(prompt)
     int(result[-1].max())  # waits for the device
-    return 1e3 * (time.perf_counter() - begun)
+    return 1e3 * (time.perf_counter() - started)
 
 
-def in_turns(
-    starts: dict[str, Callable[[Any], Any]], asked: Sequence[Any], turns: int
+def time_in_turns(
+    starts: dict[str, Callable[[Any], Any]], prompts: Sequence[Any], turns: int
 ) -> dict[str, np.ndarray]:
     """Return the milliseconds (asked, turns) of starts that take turns."""
     runs = {}
-    for i, one in enumerate(asked):
-        runs |= {(name, i): partial(clocked, start, one) for name, start in starts.items()}
-    found = run_in_turns(runs, turns)
-    return {name: np.array([found[name, i] for i in range(len(asked))]) for name in starts}
+    for i, prompt in enumerate(prompts):
+        runs |= {
+            (name, i): partial(time_first_logits, start, prompt) for name, start in starts.items()
+        }
+    milliseconds = run_in_turns(runs, turns)
+    return {name: np.array([milliseconds[name, i] for i in range(len(prompts))]) for name in starts}
 
 
-def start_of(trial: Trial, name: str) -> Callable[[Prompt], Tensor]:
+def start_function(trial: Trial, name: str) -> Callable[[Prompt], Tensor]:
     """Return what gives a test prompt's first logits by a whole start, retrieval included."""
-    model, stored, way = trial.model, trial.stored("test"), trial.ways.get(name)
+    model, stored, way = trial.model, trial.stored_prompts("test"), trial.ways.get(name)
     library = trial.library(way or Way(), stored)
 
-    def known(prompt: Prompt) -> Tensor:
-        n = {"cold": 0, "shared": len(trial.shared), "hit": len(prompt.ids) - 1}[name]
-        kv = prompt.exact.kv[..., :n, :].to(model.wte.weight)
-        cache = KVCache([layer[:, None] for layer in kv], torch.arange(n, device=kv.device))
-        return logits_after(model, prompt.ids[n:], cache if n else None)
+    def start_from_exact_cache(prompt: Prompt) -> Tensor:
+        lengths = {"cold": 0, "shared": len(trial.shared_ids), "hit": len(prompt.ids) - 1}
+        length = lengths[name]
+        kv = prompt.exact.kv[..., :length, :].to(model.wte.weight)
+        cache = KVCache([layer[:, None] for layer in kv], torch.arange(length, device=kv.device))
+        return logits_after(model, prompt.ids[length:], cache if length else None)
 
-    def start(prompt: Prompt) -> Tensor:
+    def start_of_way(prompt: Prompt) -> Tensor:
         if way.logits:
             return way.logits(stored[library.nearest(prompt.text)[0]])
         return first_logits(library, prompt.text, prompt.ids)
 
-    return start if way else known
+    return start_of_way if way else start_from_exact_cache
 
 
-def times(
+def measure_times(
     rows: Rows, trial: Trial, names: Iterable[str], prompts: list[Prompt], turns: int
 ) -> None:
     """Append the share of the time to the first token that ways save, in turn with cold starts."""
-    at = {"kind": trial.kind}
-    names = rows.ways_due(names, "saved", **at)
+    setting = {"kind": trial.kind}
+    names = rows.ways_due(names, "saved", **setting)
     if not names:
         return
-    prompts = prompts[:: max(1, len(prompts) // TIMED)][:TIMED]
-    starts = {name: start_of(trial, name) for name in ("cold", *names)}
-    ms = in_turns(starts, prompts, turns)
+    prompts = prompts[:: max(1, len(prompts) // TIMED_PROMPTS)][:TIMED_PROMPTS]
+    starts = {name: start_function(trial, name) for name in ("cold", *names)}
+    milliseconds = time_in_turns(starts, prompts, turns)
     for name in names:
-        saved = 1 - np.median(ms[name], 1) / np.median(ms["cold"], 1)
-        add(rows, name, at, prompts, saved=saved)
+        saved_shares = 1 - np.median(milliseconds[name], 1) / np.median(milliseconds["cold"], 1)
+        add_metrics(rows, name, setting, prompts, saved=saved_shares)
 
 
-def eighth(rows: Rows, trial: Trial, prompts: list[Prompt], turns: int) -> None:
+def measure_eighth_token(rows: Rows, trial: Trial, prompts: list[Prompt], turns: int) -> None:
     """Append the time to the eighth token, cold and with the exact cache taking over as soon as it
     is ready."""
-    at, model = {"kind": trial.kind}, trial.model
-    if not rows.ways_due(["proposed"], "eighth_ms", **at):
+    setting, model = {"kind": trial.kind}, trial.model
+    if not rows.ways_due(["proposed"], "eighth_ms", **setting):
         return
     way = trial.ways["proposed"]
-    library = trial.library(way, trial.stored("test"))
+    library = trial.library(way, trial.stored_prompts("test"))
 
     def cold(prompt: Prompt) -> list[Tensor]:
-        return [*generate(model, trial.batch(prompt.ids), 8)]
+        return [*generate(model, trial.batch_of(prompt.ids), 8)]
 
     def proposed(prompt: Prompt) -> list[Tensor]:
-        warm = library.warm_start(prompt.text, prompt.ids)
-        return [*generate_warm(model, trial.batch(prompt.ids), warm, way.layout.tail, 8)]
+        warm_cache = library.warm_start(prompt.text, prompt.ids)
+        return [*generate_warm(model, trial.batch_of(prompt.ids), warm_cache, way.layout.tail, 8)]
 
-    ms = in_turns({"cold": cold, "proposed": proposed}, prompts[: TIMED // 2], turns)
-    for name, found in ms.items():
-        rows.add_values(name, at, eighth_ms=np.median(found, 1))
+    milliseconds = time_in_turns(
+        {"cold": cold, "proposed": proposed}, prompts[: TIMED_PROMPTS // 2], turns
+    )
+    for name, times in milliseconds.items():
+        rows.add_values(name, setting, eighth_ms=np.median(times, 1))
 
 
-def lengths(rows: Rows, turns: int) -> None:
+def measure_lengths(rows: Rows, turns: int) -> None:
     """Append times to the first token at GPT-2 124M's size by the length of the prompt: cold, from
     summary tokens as stored, and from those mapped at every start, as proposed. Apart from these:
     retrieval by an encoder of all-MiniLM-L6-v2's geometry, with reading the summary tokens from the
     disk. Times don't depend on the numbers: weights are random."""
-    at = {"model": "124M"}
-    if not rows.ways_due(["mapped"], "saved", **at):
+    setting = {"model": "124M"}
+    if not rows.ways_due(["mapped"], "saved", **setting):
         return
-    model, encoder, m = load_model("random:124M"), GPT(MINILM).eval(), PROPOSED.m
+    model, encoder, m = load_model("random:124M"), GPT(MINILM_CONFIG).eval(), PROPOSED.m
     rows.set_model_conditions("GPT-2 124M, random weights", model, f"turns: {turns}")
-    c, embeddings = model.config, torch.randn(LIBRARY, MINILM.n_embd)
-    stored = torch.zeros(2, c.n_layer, 2, c.n_head, m, c.head_dim)
-    stage_2 = Projector(stored, stored, penalty=1.0)
+    config, embeddings = model.config, torch.randn(LIBRARY_SIZE, MINILM_CONFIG.n_embd)
+    summaries = torch.zeros(2, config.n_layer, 2, config.n_head, m, config.head_dim)
+    stage_2 = Projector(summaries, summaries, penalty=1.0)
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "summary.pt"
-        torch.save(stored[0].clone(), file)
+        path = Path(folder) / "summary.pt"
+        torch.save(summaries[0].clone(), path)
 
         def retrieval(ids: list[int]) -> Tensor:
-            logits_after(encoder, [0] * min(len(ids), MINILM.n_ctx))
+            logits_after(encoder, [0] * min(len(ids), MINILM_CONFIG.n_ctx))
             int((embeddings @ embeddings[0]).argmax())
-            return torch.load(file, weights_only=True)
+            return torch.load(path, weights_only=True)
 
-        def warm(ids: list[int], mapped: bool) -> Tensor:
-            summary = stage_2(stored[:1])[0] if mapped else stored[0]
+        def from_summary(ids: list[int], mapped: bool) -> Tensor:
+            summary = stage_2(summaries[:1])[0] if mapped else summaries[0]
             return logits_after(model, ids[-1:], cache_of_summary(model, summary, len(ids) - 1))
 
         starts = {
             "cold": partial(logits_after, model),
-            "stored": partial(warm, mapped=False),
-            "mapped": partial(warm, mapped=True),
+            "stored": partial(from_summary, mapped=False),
+            "mapped": partial(from_summary, mapped=True),
             "retrieval": retrieval,
         }
-        asked = [torch.randint(c.vocab_size, (T,)).tolist() for T in LENGTHS]
-        ms = in_turns(starts, asked, turns)
-    for i, T in enumerate(LENGTHS):
+        prompts = [torch.randint(config.vocab_size, (T,)).tolist() for T in PROMPT_LENGTHS]
+        milliseconds = time_in_turns(starts, prompts, turns)
+    for i, T in enumerate(PROMPT_LENGTHS):
         for way in starts:
-            rows.add_values(way, at | {"tokens": T}, first_ms=ms[way][i])
-    middle = {way: np.median(ms[way], 1) for way in starts}
-    saved = 1 - (middle["mapped"] + middle["retrieval"]) / middle["cold"]
-    rows.add_values("mapped", at, saved=saved)
+            rows.add_values(way, setting | {"tokens": T}, first_ms=milliseconds[way][i])
+    medians = {way: np.median(milliseconds[way], 1) for way in starts}
+    saved_share = 1 - (medians["mapped"] + medians["retrieval"]) / medians["cold"]
+    rows.add_values("mapped", setting, saved=saved_share)
 
 
 # --- Arithmetic -------------------------------------------------------------------------------------
@@ -330,40 +352,45 @@ def lengths(rows: Rows, turns: int) -> None:
 def curvature() -> float:
     """Return the third difference of stage 1's loss along a line of maps, over the loss: 0 if the
     loss is quadratic in the map, as a ridge regression's is."""
-    rng, shapes = torch.Generator().manual_seed(0), ((16, 24), (16, 4), (16, 4), (24, 24), (24, 24))
-    x, q, out, C, step = (torch.randn(shape, generator=rng) for shape in shapes)
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((16, 24), (16, 4), (16, 4), (24, 24), (24, 24))
+    x, q, output, linear_map, step = (torch.randn(shape, generator=generator) for shape in shapes)
     losses = []
     for i in range(4):
-        k, v = (x @ (C + i * step)).unflatten(1, (3, 8)).chunk(2, -1)  # (16, 3, 4) each
-        got = attention_output(q[:, None], k, v)[:, 0]
-        losses.append((got - out).square().mean())
-    third = losses[3] - 3 * losses[2] + 3 * losses[1] - losses[0]
-    return float(abs(third) / losses[0])
+        k, v = (x @ (linear_map + i * step)).unflatten(1, (3, 8)).chunk(2, -1)  # (16, 3, 4) each
+        read = attention_output(q[:, None], k, v)[:, 0]
+        losses.append((read - output).square().mean())
+    third_difference = losses[3] - 3 * losses[2] + 3 * losses[1] - losses[0]
+    return float(abs(third_difference) / losses[0])
 
 
-def sizes(rows: Rows, trial: Trial) -> None:
+def measure_sizes(rows: Rows, trial: Trial) -> None:
     """Append the share of a cache that summary tokens have, and bytes and penalties of both maps."""
-    at = {"kind": trial.kind}
-    if rows.ways_due(["summary"], "share", **at):
-        rows.add_values("summary", at, share=[PROPOSED.m / mean(len(p.ids) for p in trial.train)])
-    if "written" in trial.ways and rows.ways_due(["written"], "penalty", **at):
-        first, second = trial.compressor(), trial.stage_2(PROPOSED, trial.as_written)
-        weight_bytes = sum(layer.weight.nbytes for layer in first.layers)
-        rows.add_values("stage1-written", at, bytes=[weight_bytes], penalty=[first.penalty])
-        rows.add_values("written", at, bytes=[second.weight.nbytes], penalty=[second.penalty])
+    setting = {"kind": trial.kind}
+    if rows.ways_due(["summary"], "share", **setting):
+        mean_length = mean(len(prompt.ids) for prompt in trial.train)
+        rows.add_values("summary", setting, share=[PROPOSED.m / mean_length])
+    if "written" in trial.ways and rows.ways_due(["written"], "penalty", **setting):
+        stage_1, stage_2 = trial.compressor(), trial.stage_2(PROPOSED, trial.summary_as_written)
+        weight_bytes = sum(layer.weight.nbytes for layer in stage_1.layers)
+        rows.add_values("stage1-written", setting, bytes=[weight_bytes], penalty=[stage_1.penalty])
+        weight_bytes = stage_2.weight.nbytes
+        rows.add_values("written", setting, bytes=[weight_bytes], penalty=[stage_2.penalty])
 
 
-def finish(rows: Rows) -> None:
+def add_derived(rows: Rows) -> None:
     """Append arithmetic, and what is made of the rows of all kinds."""
     rows.set_conditions("arithmetic, on random caches")
     if rows.ways_due(["stage-1"], "curvature"):
         rows.add_values("stage-1", {}, curvature=[curvature()])
     ratios = []
-    for kind in POCKET:
-        warm, cold = (rows.figure(way, "eighth_ms", kind=kind) for way in ("proposed", "cold"))
-        if warm is None:
+    for kind in POCKET_KINDS:
+        warm_time, cold_time = (
+            rows.figure(way, "eighth_ms", kind=kind) for way in ("proposed", "cold")
+        )
+        if warm_time is None:
             return
-        ratios.append(warm.value / cold.value)
+        ratios.append(warm_time.value / cold_time.value)
     if rows.ways_due(["proposed"], "eighth", kind="all"):
         rows.set_conditions("the four kinds of prompts")
         rows.add_values("proposed", {"kind": "all"}, eighth=ratios)
@@ -372,53 +399,54 @@ def finish(rows: Rows) -> None:
 # --- The study --------------------------------------------------------------------------------------
 
 
-def measure(rows: Rows, trial: Trial, turns: int) -> float:
+def measure_kind(rows: Rows, trial: Trial, turns: int) -> float:
     """Append what the rows lack of one kind of prompts; return tau."""
-    at, asked = {"kind": trial.kind}, trial.retrieve("test")
+    setting, queries = {"kind": trial.kind}, trial.retrieve("test")
     tau, area = choose_tau(trial)
-    found = [q for q in asked if q.similarity >= tau]
-    if not found:
+    similar_queries = [query for query in queries if query.similarity >= tau]
+    if not similar_queries:
         return tau
-    if rows.ways_due(["retrieval"], "area", **at):
-        rows.add_values("retrieval", at, area=[area])
-    given = trial.related("test")
-    ask(rows, trial, FOUND, found, worth)
+    if rows.ways_due(["retrieval"], "area", **setting):
+        rows.add_values("retrieval", setting, area=[area])
+    related_pairs = trial.related_pairs("test")
+    measure_ways(rows, trial, RETRIEVED_WAYS, similar_queries, first_token_worth)
     for m in (1, 32):
         if m < trial.shortest:
-            ask(rows, trial, ["proposed"], given, on="given", m=m)
-    ask(rows, trial, OURS, given[:24], going_on, on="swap")
-    asked = sorted(asked, key=lambda q: -q.similarity)
-    third = len(asked) // 3
-    for on, names, some in (
-        ("given", GIVEN, given),
-        ("fit", ALONE, [(p, p) for p in trial.sample[:FIT_PROMPTS]]),
+            measure_ways(rows, trial, ["proposed"], related_pairs, on="given", m=m)
+    measure_ways(rows, trial, OUR_LAYOUTS, related_pairs[:24], kl_after_summary_tokens, on="swap")
+    queries = sorted(queries, key=lambda query: -query.similarity)
+    third = len(queries) // 3
+    unrelated_queries = [query for query in queries if query.nearest is not query.relative]
+    for on, names, pairs in (
+        ("given", GIVEN_WAYS, related_pairs),
+        ("fit", SINGLE_PARTS, [(prompt, prompt) for prompt in trial.stage_1_prompts[:FIT_PROMPTS]]),
         ("fit", ["written"], [pair[::-1] for pair in trial.pairs[:FIT_PROMPTS]]),
-        ("highest", ["proposed"], asked[:third]),
-        ("lowest", ["proposed"], asked[-third:]),
-        ("top50", ["proposed"], asked[: len(asked) // 2]),
-        ("another", OURS, [q for q in asked if q.found is not q.relative]),
+        ("highest", ["proposed"], queries[:third]),
+        ("lowest", ["proposed"], queries[-third:]),
+        ("top50", ["proposed"], queries[: len(queries) // 2]),
+        ("another", OUR_LAYOUTS, unrelated_queries),
     ):
-        ask(rows, trial, names, some, on=on)
-    prompts = [q.prompt for q in found]
-    names = [name for name in FOUND if name in trial.ways]
-    if trial.shared:
+        measure_ways(rows, trial, names, pairs, on=on)
+    prompts = [query.prompt for query in similar_queries]
+    names = [name for name in RETRIEVED_WAYS if name in trial.ways]
+    if trial.shared_ids:
         names.append("shared")
-    times(rows, trial, ["hit", *names], prompts, turns)
-    eighth(rows, trial, prompts, turns)
-    sizes(rows, trial)
+    measure_times(rows, trial, ["hit", *names], prompts, turns)
+    measure_eighth_token(rows, trial, prompts, turns)
+    measure_sizes(rows, trial)
     return tau
 
 
 def save_libraries(trial: Trial, tau: float, folder: Path) -> None:
     """Write what `projector.py ask` needs of the test split's stored prompts: our summary tokens
     and, as proposed, projected ones with the projector that has mapped them."""
-    stored = [p for p in trial.stored("test") if p.family.startswith("test")]
-    ours = trial.library(trial.ways["raw-1:16"], stored, threshold=tau, match_names=True)
-    ours.save(folder / "ours")
+    stored = [prompt for prompt in trial.stored_prompts("test") if prompt.family.startswith("test")]
+    library = trial.library(trial.ways["raw-1:16"], stored, threshold=tau, match_names=True)
+    library.save(folder / "ours")
     if "written" in trial.ways:
-        projected = trial.library(trial.ways["written"], stored, threshold=tau)
-        projected.save(folder / "proposed")
-        stage_2 = trial.stage_2(PROPOSED, trial.as_written)
+        projected_library = trial.library(trial.ways["written"], stored, threshold=tau)
+        projected_library.save(folder / "proposed")
+        stage_2 = trial.stage_2(PROPOSED, trial.summary_as_written)
         stage_2.save(folder / "proposed" / "projector.safetensors")
 
 
@@ -426,7 +454,9 @@ def main(argv: list[str] | None = None) -> None:
     models = f"pocket or pocket-llama; with --pairs FILE also {NAMES}"
     cli = StudyLine(__doc__, "projection", "few quiz questions", models=models, again=True)
     prompts = cli.add_mutually_exclusive_group()
-    prompts.add_argument("--kinds", nargs="+", choices=POCKET, metavar="KIND", help="of prompts")
+    prompts.add_argument(
+        "--kinds", nargs="+", choices=POCKET_KINDS, metavar="KIND", help="of prompts"
+    )
     prompts.add_argument(
         "--pairs",
         metavar="FILE",
@@ -440,26 +470,26 @@ def main(argv: list[str] | None = None) -> None:
             different = ""
         rows, turns = open_rows("projection", args, different), 1 if args.quick else 7
         (model, name), tokenizer = load_chosen_model(args), load_tokenizer(args.model)
-        few = 20 if args.quick else 0
+        quick_steps = 20 if args.quick else 0
         kinds = args.kinds
         if kinds is None:
-            kinds = ["quiz"] if args.quick else [*POCKET]
+            kinds = ["quiz"] if args.quick else [*POCKET_KINDS]
         if args.pairs:
             kinds = [Path(args.pairs).stem]
-        if rows.reduced:
+        if rows.no_verdict_reason:
             rows.definition["usual"]["kind"] = kinds[0]
             rows.definition["every"]["kind"] = kinds
         for kind in kinds:
             if args.pairs:
                 families = read_pairs(Path(args.pairs), args.seed)
             else:
-                families = pocket_families(kind, args.seed, FEW if args.quick else None)
-            trial = Trial(model, tokenizer, kind, families, args.seed, few)
+                families = pocket_families(kind, args.seed, QUICK_FAMILIES if args.quick else None)
+            trial = Trial(model, tokenizer, kind, families, args.seed, quick_steps)
             rows.set_model_conditions(name, model, "held-out families of paraphrases")
-            tau = measure(rows, trial, turns)
+            tau = measure_kind(rows, trial, turns)
             if kind == kinds[0] and math.isfinite(tau):
                 save_libraries(trial, tau, args.out / "library")
-        if not rows.reduced:
-            lengths(rows, turns)
-            finish(rows)
+        if not rows.no_verdict_reason:
+            measure_lengths(rows, turns)
+            add_derived(rows)
         report(rows)

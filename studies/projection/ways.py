@@ -29,36 +29,48 @@ from support.regression import ridge
 from support.statistics import kl
 
 PROPOSED = Layout(m=8, true_positions=False)  # the least of its 8 to 32 summary tokens
-TRUE = replace(PROPOSED, true_positions=True)
-LEAST = PROPOSED.m + PROPOSED.tail  # tokens of a prompt, and one more
-HEADER = 20  # questions before the question, in long prompts
-FOLLOWING = 32  # tokens of text after the prompt, for the change of perplexity
-STAGE_1, PAIRS, BANK, QUERIES = 300, 500, 40, 160  # of training, at most; the last two for the bank
-RAW = {"raw-1:1": Layout(1), "raw-8:1": Layout(8), "raw-32:1": Layout(32)}
+TRUE_POSITIONS = replace(PROPOSED, true_positions=True)
+MIN_TOKENS = PROPOSED.m + PROPOSED.tail  # tokens of a prompt, and one more
+HEADER_QUESTIONS = 20  # questions before the question, in long prompts
+FOLLOWING_TOKENS = 32  # tokens of text after the prompt, for the change of perplexity
+# Of training, at most:
+STAGE_1_PROMPTS = 300
+MAX_PAIRS = 500
+BANK_PROMPTS, BANK_QUERIES = 40, 160
+RAW_LAYOUTS = {"raw-1:1": Layout(1), "raw-8:1": Layout(8), "raw-32:1": Layout(32)}
 # The best on validation prompts of the four kinds.
-OURS = {"raw-1:16": Layout(1, 16), "raw-8:4": Layout(8, 4), "raw-32:64": Layout(32, 64)}
-LARGEST = 4e9  # bytes of stage 1 as written
-STEPS, RATE, BATCH = 400, 0.05, 64  # of Adam, for the summary tokens learned for all prompts
+OUR_LAYOUTS = {"raw-1:16": Layout(1, 16), "raw-8:4": Layout(8, 4), "raw-32:64": Layout(32, 64)}
+MAX_MAP_BYTES = 4e9  # bytes of stage 1 as written
+# Of Adam, for the summary tokens learned for all prompts:
+ADAM_STEPS, LEARNING_RATE, BATCH_SIZE = 400, 0.05, 64
 
 Family = list[tuple[str, str]]  # paraphrases: prompt and answer
 Splits = dict[str, list[Family]]
-POCKET: dict[str, Callable[[str], list[list[corpus.Question]]]] = {
+POCKET_KINDS: dict[str, Callable[[str], list[list[corpus.Question]]]] = {
     # facts that the model knows, after four or twenty questions that all prompts begin with
     "quiz": corpus.quiz_families,
-    "long-quiz": lambda split: corpus.quiz_families(split, HEADER),
+    "long-quiz": lambda split: corpus.quiz_families(split, HEADER_QUESTIONS),
     # facts in the prompt; and notes to be explained at length
     "story": lambda split: corpus.story_families(split, 100 if split == "train" else 40),
     "notes": lambda split: corpus.notes_families(split, 100 if split == "train" else 40),
 }
 
 
-def pocket_families(kind: str, seed: int, most: int | None = None, wordings: int = 4) -> Splits:
-    """Return families of the pocket world by split, or the first `most` of each; of each family at
+def pocket_families(
+    kind: str, seed: int, max_families: int | None = None, wordings: int = 4
+) -> Splits:
+    """Return families of the pocket world by split, or the first max_families of each; of each family at
     most so many wordings."""
-    rng, families = Random(seed), {}
+    generator, families = Random(seed), {}
     for split in corpus.SPLITS:
-        chosen = [rng.sample(family, min(len(family), wordings)) for family in POCKET[kind](split)]
-        families[split] = [[(q.prompt, q.answer) for q in family] for family in chosen[:most]]
+        chosen = [
+            generator.sample(family, min(len(family), wordings))
+            for family in POCKET_KINDS[kind](split)
+        ]
+        families[split] = [
+            [(question.prompt, question.answer) for question in family]
+            for family in chosen[:max_families]
+        ]
     return families
 
 
@@ -77,13 +89,17 @@ def read_pairs(path: Path, seed: int) -> Splits:
         for text in (row["source"], row["target"]):
             merged[text] = row.get("answer") or merged.get(text, "")
         family_of |= dict.fromkeys(merged, merged)
-    distinct = {id(family): family for family in family_of.values()}.values()
-    families = [[*family.items()] for family in distinct if len(family) > 1]
+    distinct_families = {id(family): family for family in family_of.values()}.values()
+    families = [[*family.items()] for family in distinct_families if len(family) > 1]
     if len(families) < 15:
         raise ValueError(f"{path} has {len(families)} families of prompts: 15 are needed")
     Random(seed).shuffle(families)
-    n = len(families) // 5
-    return {"train": families[2 * n :], "valid": families[n : 2 * n], "test": families[:n]}
+    fifth = len(families) // 5
+    return {
+        "train": families[2 * fifth :],
+        "valid": families[fifth : 2 * fifth],
+        "test": families[:fifth],
+    }
 
 
 @dataclass(eq=False)  # a prompt equals itself alone
@@ -103,13 +119,13 @@ class Query(NamedTuple):
     """A prompt that is asked, what retrieval found, and its stored relative if there is one."""
 
     prompt: Prompt
-    found: Prompt
+    nearest: Prompt
     similarity: float
     relative: Prompt | None
 
 
 # Prompts, each with the one that it starts from and, where retrieval found that, the rest of a query.
-Asked = Sequence[tuple[Any, ...]]
+AskedPrompts = Sequence[tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -125,11 +141,14 @@ class Way:
 
     def covers(self, *prompts: Prompt) -> bool:
         """Return whether prompts are short enough."""
-        return max(len(p.ids) for p in prompts) <= self.most
+        return max(len(prompt.ids) for prompt in prompts) <= self.most
 
 
 # Methods of a Trial that make something once.
-KEPT = "bank own segment_map compressor as_written by_segments stage_2 projected hidden_map learned"
+MADE_ONCE = (
+    "query_bank own_summary segment_map compressor summary_as_written summary_by_segments "
+    "stage_2 projected_summary hidden_map learned_summary"
+)
 
 
 class Trial:
@@ -143,65 +162,78 @@ class Trial:
         kind: str,
         families: Splits,
         seed: int = 0,
-        few: int = 0,
+        quick_steps: int = 0,
     ) -> None:
-        """few: steps for what is fitted iteratively, without cross-validation, in a reduced run.
+        """quick_steps: steps for what is fitted iteratively, without cross-validation, in a reduced run.
         Raises ValueError if a prompt exceeds the context, or too few families have two prompts that
         are long enough."""
-        self.model, self.tokenizer, self.kind, self.few = model, tokenizer, kind, few
-        for name in KEPT.split():
+        self.model, self.tokenizer = model, tokenizer
+        self.kind, self.quick_steps = kind, quick_steps
+        for name in MADE_ONCE.split():
             setattr(self, name, cache(getattr(self, name)))
-        self.prompts = {split: self.read(split, chosen) for split, chosen in families.items()}
-        self.train = [p for family in self.prompts["train"] for p in family]
-        self.longest = max(len(p.ids) for p in self.train)
-        every = [p.ids for split in self.prompts.values() for family in split for p in family]
-        self.shortest = min(map(len, every))
-        same = min(len(projector.shared_beginning(every)), self.shortest - LEAST)
-        self.shared = every[0][:same] if same >= 8 else []  # a word or two are not worth storing
-        self.shared_chars = len(tokenizer.decode(self.shared))  # characters
-        lengths = [len(p.answer.split()) for p in self.train if p.answer]
-        self.long = bool(lengths) and statistics.median(lengths) > 8  # answers
-        texts = [p.text[self.shared_chars :] for p in self.train]
-        self.encoder = PairEncoder.fit(tokenizer, texts, [p.family for p in self.train])
-        rng = Random(seed + 1)
-        pairs = [(a, b) for f in self.prompts["train"] for a in f for b in f if a is not b]
-        self.pairs = rng.sample(pairs, min(PAIRS, len(pairs)))  # source, target
-        self.sample = rng.sample(self.train, min(STAGE_1, len(self.train)))
-        self.bankers = rng.sample(self.train, min(BANK, len(self.train)))
-        self.ways = self.every_way()
+        self.prompts = {
+            split: self.read_families(split, chosen) for split, chosen in families.items()
+        }
+        self.train = [prompt for family in self.prompts["train"] for prompt in family]
+        self.longest = max(len(prompt.ids) for prompt in self.train)
+        all_ids = [
+            prompt.ids for split in self.prompts.values() for family in split for prompt in family
+        ]
+        self.shortest = min(map(len, all_ids))
+        shared_length = min(len(projector.shared_beginning(all_ids)), self.shortest - MIN_TOKENS)
+        self.shared_ids = []
+        if shared_length >= 8:  # a word or two are not worth storing
+            self.shared_ids = all_ids[0][:shared_length]
+        self.shared_chars = len(tokenizer.decode(self.shared_ids))  # characters
+        lengths = [len(prompt.answer.split()) for prompt in self.train if prompt.answer]
+        self.long_answers = bool(lengths) and statistics.median(lengths) > 8  # answers
+        texts = [prompt.text[self.shared_chars :] for prompt in self.train]
+        self.encoder = PairEncoder.fit(tokenizer, texts, [prompt.family for prompt in self.train])
+        generator = Random(seed + 1)
+        pairs = [
+            (a, b) for family in self.prompts["train"] for a in family for b in family if a is not b
+        ]
+        self.pairs = generator.sample(pairs, min(MAX_PAIRS, len(pairs)))  # source, target
+        self.stage_1_prompts = generator.sample(self.train, min(STAGE_1_PROMPTS, len(self.train)))
+        self.bank_prompts = generator.sample(self.train, min(BANK_PROMPTS, len(self.train)))
+        self.ways = self.all_ways()
 
-    def read(self, split: str, families: list[Family]) -> list[list[Prompt]]:
+    def read_families(self, split: str, families: list[Family]) -> list[list[Prompt]]:
         """Return families of prompts, read exactly, without those too short for the proposal."""
-        found: list[list[Prompt]] = []
+        kept_families: list[list[Prompt]] = []
         for family in families:
-            row = []
+            kept_prompts = []
             for text, answer in family:
                 ids = self.tokenizer.encode(text, allowed_special="all")
-                if len(ids) > LEAST:
-                    follows = self.following(ids, answer)
+                if len(ids) > MIN_TOKENS:
+                    follows = self.text_after(ids, answer)
                     exact = projector.prefill(self.model, ids)
-                    row.append(Prompt(f"{split}/{len(found)}", text, ids, answer, follows, exact))
-            if len(row) > 1:
-                found.append(row)
-        if len(found) < 3:
+                    kept_prompts.append(
+                        Prompt(f"{split}/{len(kept_families)}", text, ids, answer, follows, exact)
+                    )
+            if len(kept_prompts) > 1:
+                kept_families.append(kept_prompts)
+        if len(kept_families) < 3:
             raise ValueError(
-                f"{self.kind}: {len(found)} families have two prompts of more than {LEAST} tokens "
+                f"{self.kind}: {len(kept_families)} families have two prompts of more than {MIN_TOKENS} tokens "
                 f"to {split}: 3 are needed"
             )
-        return found
+        return kept_families
 
-    def following(self, ids: list[int], answer: str) -> list[int]:
+    def text_after(self, ids: list[int], answer: str) -> list[int]:
         """Return the tokens of the text that follows a prompt."""
         if answer:
-            return self.tokenizer.encode(f" {answer}\n", allowed_special="all")[:FOLLOWING]
-        tokens = generate(self.model, self.batch(ids), FOLLOWING, stop_id=self.tokenizer.eot_token)
+            return self.tokenizer.encode(f" {answer}\n", allowed_special="all")[:FOLLOWING_TOKENS]
+        tokens = generate(
+            self.model, self.batch_of(ids), FOLLOWING_TOKENS, stop_id=self.tokenizer.eot_token
+        )
         return [int(token) for token in tokens]
 
     @property
     def device(self) -> torch.device:
         return self.model.wte.weight.device
 
-    def batch(self, ids: list[int]) -> Tensor:
+    def batch_of(self, ids: list[int]) -> Tensor:
         """Return tokens as the model takes them, (1, T)."""
         return torch.tensor([ids], device=self.device)
 
@@ -211,160 +243,183 @@ class Trial:
         """Return the prompts asked in a split, each with its stored relative; of every fifth family
         none is stored."""
         families = enumerate(self.prompts[split])
-        return [(p, family[0] if i % 5 else None) for i, family in families for p in family[1:]]
+        return [
+            (prompt, family[0] if i % 5 else None)
+            for i, family in families
+            for prompt in family[1:]
+        ]
 
-    def related(self, split: str) -> Asked:
+    def related_pairs(self, split: str) -> AskedPrompts:
         """Return the prompts asked in a split that have a stored relative, each with it."""
-        return [(p, relative) for p, relative in self.queries(split) if relative]
+        return [(prompt, relative) for prompt, relative in self.queries(split) if relative]
 
-    def stored(self, split: str, relatives: bool = True) -> list[Prompt]:
+    def stored_prompts(self, split: str, relatives: bool = True) -> list[Prompt]:
         """Return the library's prompts when a split is asked: one of each of its families, and of
         the training's, or these alone."""
-        here = [family[0] for i, family in enumerate(self.prompts[split]) if i % 5 and relatives]
-        return here + [family[0] for family in self.prompts["train"]]
+        split_prompts = [
+            family[0] for i, family in enumerate(self.prompts[split]) if i % 5 and relatives
+        ]
+        return split_prompts + [family[0] for family in self.prompts["train"]]
 
     def library(self, way: Way, stored: list[Prompt], **options: Any) -> Library:
         """Return the library of stored prompts, with a way's summary tokens, if it has any."""
         summaries = torch.zeros(len(stored), 1)
         if way.layout:
-            stored = [p for p in stored if way.covers(p)]
-            summaries = torch.stack([way.summary(p, way.layout) for p in stored])
-        texts, layout = [p.text for p in stored], way.layout or PROPOSED
+            stored = [prompt for prompt in stored if way.covers(prompt)]
+            summaries = torch.stack([way.summary(prompt, way.layout) for prompt in stored])
+        texts, layout = [prompt.text for prompt in stored], way.layout or PROPOSED
         options["shared_chars"] = self.shared_chars
         return Library(self.model, layout, self.encoder, texts, summaries, **options)
 
     def retrieve(self, split: str, relatives: bool = True) -> list[Query]:
         """Look every prompt of a split up in its library, or in one without relatives of any."""
-        stored, found = self.stored(split, relatives), []
+        stored, queries = self.stored_prompts(split, relatives), []
         library = self.library(Way(), stored)
         for prompt, relative in self.queries(split):
-            at, similarity = library.nearest(prompt.text)
-            found.append(Query(prompt, stored[at], similarity, relative if relatives else None))
-        return found
+            index, similarity = library.nearest(prompt.text)
+            queries.append(
+                Query(prompt, stored[index], similarity, relative if relatives else None)
+            )
+        return queries
 
     # --- The stages -------------------------------------------------------------------------------
 
-    def bank(self, tail: int) -> Tensor:
+    def query_bank(self, tail: int) -> Tensor:
         """Return queries of training prompts (L, H, N, D) for summarize()."""
-        few = [p for p in self.bankers if len(p.ids) >= tail][: max(4, QUERIES // tail)]
-        return torch.cat([projector.tail_queries(self.model, p.exact, tail) for p in few], 2)
+        prompts = [prompt for prompt in self.bank_prompts if len(prompt.ids) >= tail]
+        queries = []
+        for prompt in prompts[: max(4, BANK_QUERIES // tail)]:
+            queries.append(projector.tail_queries(self.model, prompt.exact, tail))
+        return torch.cat(queries, 2)
 
-    def own(self, prompt: Prompt, layout: Layout) -> Tensor:
+    def own_summary(self, prompt: Prompt, layout: Layout) -> Tensor:
         """Return the summary tokens fitted on one prompt."""
-        bank = self.bank(layout.tail)
+        bank = self.query_bank(layout.tail)
         return summarize(measure_segments(self.model, prompt.exact, layout, bank))
 
-    def parts(self, prompts: Sequence[Prompt], layout: Layout) -> list[Segments]:
-        return [measure_segments(self.model, p.exact, layout) for p in prompts]
+    def segments_of(self, prompts: Sequence[Prompt], layout: Layout) -> list[Segments]:
+        return [measure_segments(self.model, prompt.exact, layout) for prompt in prompts]
 
     def segment_map(self, layout: Layout) -> SegmentMap:
         """Return the smaller stage 1, one map from the means of segments; for another number of
         summary tokens with the penalty that was found for the proposal's."""
-        parts = self.parts(self.sample, layout)
+        segments = self.segments_of(self.stage_1_prompts, layout)
         if layout.m == PROPOSED.m:
-            return SegmentMap.fit(parts, [p.family for p in self.sample])
-        return SegmentMap(parts, self.segment_map(replace(layout, m=PROPOSED.m)).penalty)
+            return SegmentMap.fit(segments, [prompt.family for prompt in self.stage_1_prompts])
+        return SegmentMap(segments, self.segment_map(replace(layout, m=PROPOSED.m)).penalty)
 
     def compressor(self) -> Compressor:
         """Return stage 1 as written."""
-        exact = [p.exact for p in self.sample]
-        if self.few:
-            return Compressor(self.model, exact, PROPOSED.m, 1e-2, self.longest - 1, self.few)
-        families = [p.family for p in self.sample]
-        return Compressor.fit(self.model, exact, families, PROPOSED.m, self.longest - 1)
+        prefills = [prompt.exact for prompt in self.stage_1_prompts]
+        if self.quick_steps:
+            return Compressor(
+                self.model, prefills, PROPOSED.m, 1e-2, self.longest - 1, self.quick_steps
+            )
+        families = [prompt.family for prompt in self.stage_1_prompts]
+        return Compressor.fit(self.model, prefills, families, PROPOSED.m, self.longest - 1)
 
-    def as_written(self, prompt: Prompt, layout: Layout) -> Tensor:
+    def summary_as_written(self, prompt: Prompt, layout: Layout) -> Tensor:
         """Return the summary tokens of a prompt by stage 1 as written."""
         return self.compressor()([prompt.exact])[0]
 
-    def by_segments(self, prompt: Prompt, layout: Layout) -> Tensor:
+    def summary_by_segments(self, prompt: Prompt, layout: Layout) -> Tensor:
         """Return the summary tokens of a prompt by the smaller stage 1."""
-        return self.segment_map(layout)(self.parts([prompt], layout))[0]
+        return self.segment_map(layout)(self.segments_of([prompt], layout))[0]
 
-    def stage_2(self, layout: Layout, make: Callable) -> Projector:
+    def stage_2(self, layout: Layout, summarise: Callable) -> Projector:
         """Return stage 2 for one way of stage 1; for another number of summary tokens with the
         penalty that was found for the proposal's."""
         sides = zip(*self.pairs, strict=True)
-        both = [torch.stack([make(p, layout) for p in side]) for side in sides]
+        summaries = [torch.stack([summarise(prompt, layout) for prompt in side]) for side in sides]
         if layout.m == PROPOSED.m:
-            return Projector.fit(*both, [source.family for source, _ in self.pairs])
-        return Projector(*both, self.stage_2(replace(layout, m=PROPOSED.m), make).penalty)
+            return Projector.fit(*summaries, [source.family for source, _ in self.pairs])
+        return Projector(*summaries, self.stage_2(replace(layout, m=PROPOSED.m), summarise).penalty)
 
-    def projected(self, make: Callable, prompt: Prompt, layout: Layout) -> Tensor:
+    def projected_summary(self, summarise: Callable, prompt: Prompt, layout: Layout) -> Tensor:
         """Return a prompt's summary tokens after both stages: once, since stage 2 doesn't depend on
         the new prompt. The proposal maps them at every start."""
-        return self.stage_2(layout, make)(make(prompt, layout)[None])[0]
+        return self.stage_2(layout, summarise)(summarise(prompt, layout)[None])[0]
 
     def hidden_map(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the ridge from a source's last hidden state to its target's: both means, and
         weights."""
         x, y = (
-            torch.stack([p.exact.hidden for p in side]).double()
+            torch.stack([prompt.exact.hidden for prompt in side]).double()
             for side in zip(*self.pairs, strict=True)
         )
         return x.mean(0), y.mean(0), ridge(x - x.mean(0), y - y.mean(0), 0.1)
 
-    def by_hidden_state(self, source: Prompt) -> Tensor:
+    def logits_by_hidden_state(self, source: Prompt) -> Tensor:
         """Return logits (V,) of the source's last hidden state after a linear map."""
-        before, after, weight = self.hidden_map()
-        x = (source.exact.hidden.double() - before) @ weight + after
+        source_mean, target_mean, weight = self.hidden_map()
+        x = (source.exact.hidden.double() - source_mean) @ weight + target_mean
         return self.model.head(x.to(self.model.wte.weight)[None, None])[0, 0]
 
     @torch.enable_grad()
-    def learned(self) -> Tensor:
+    def learned_summary(self) -> Tensor:
         """Return the source's baseline, summary tokens (L, 2, H, m, D) that are the same for every
         prompt: learned through the model, from the mean of prompts' own, they minimise KL(cold ||
         warm) of training prompts' first token, read at position m as proposed."""
-        last = torch.tensor([p.ids[-1:] for p in self.sample], device=self.device)  # (N, 1)
-        cold = torch.stack([p.exact.logits for p in self.sample]).to(self.device)
-        summary = torch.stack([self.own(p, TRUE) for p in self.sample]).mean(0).to(self.device)
+        prompts = self.stage_1_prompts
+        last_ids = torch.tensor([prompt.ids[-1:] for prompt in prompts], device=self.device)
+        cold_logits = torch.stack([prompt.exact.logits for prompt in prompts]).to(self.device)
+        own_summaries = [self.own_summary(prompt, TRUE_POSITIONS) for prompt in prompts]
+        summary = torch.stack(own_summaries).mean(0).to(self.device)
         summary.requires_grad_()
-        adam = torch.optim.Adam([summary], lr=RATE)
-        steps = self.few or STEPS
-        decay = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
-        rng = torch.Generator().manual_seed(0)
+        optimizer = torch.optim.Adam([summary], lr=LEARNING_RATE)
+        steps = self.quick_steps or ADAM_STEPS
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        generator = torch.Generator().manual_seed(0)
         for _ in range(steps):
-            some = torch.randperm(len(last), generator=rng)[:BATCH]
+            batch = torch.randperm(len(last_ids), generator=generator)[:BATCH_SIZE]
             cache = projector.cache_of_summary(self.model, summary, PROPOSED.m)
-            layers = [layer.expand(-1, len(some), -1, -1, -1) for layer in cache.layers]
-            logits = self.model(last[some], KVCache(layers, cache.pos), last_only=True)[:, 0]
-            (summary.grad,) = torch.autograd.grad(kl(cold[some], logits).mean(), [summary])
-            adam.step()
-            decay.step()
+            layers = [layer.expand(-1, len(batch), -1, -1, -1) for layer in cache.layers]
+            logits = self.model(last_ids[batch], KVCache(layers, cache.pos), last_only=True)[:, 0]
+            (summary.grad,) = torch.autograd.grad(kl(cold_logits[batch], logits).mean(), [summary])
+            optimizer.step()
+            schedule.step()
         return summary.detach()
 
     # --- The ways ---------------------------------------------------------------------------------
 
-    def every_way(self) -> dict[str, Way]:
+    def all_ways(self) -> dict[str, Way]:
         """Return all ways by name: the proposal with its stage 1 as written and with the smaller
         one, steps away from it, its baselines, its parts alone, and our own."""
         ways = {
-            "proposed": Way(PROPOSED, partial(self.projected, self.by_segments)),
-            "proposed-true": Way(TRUE, partial(self.projected, self.by_segments)),
-            "own": Way(TRUE, partial(self.projected, self.own)),
-            "none": Way(Layout(1), lambda p, layout: self.own(p, layout)[..., :0, :]),
-            "hidden": Way(logits=self.by_hidden_state),
-            "neighbour": Way(logits=lambda p: p.exact.logits),
-            "learned": Way(PROPOSED, lambda p, layout: self.learned()),
-            "rule": Way(PROPOSED, self.exact, alone=True),
-            "stage1-segments": Way(TRUE, self.by_segments, alone=True),
+            "proposed": Way(PROPOSED, partial(self.projected_summary, self.summary_by_segments)),
+            "proposed-true": Way(
+                TRUE_POSITIONS, partial(self.projected_summary, self.summary_by_segments)
+            ),
+            "own": Way(TRUE_POSITIONS, partial(self.projected_summary, self.own_summary)),
+            "none": Way(
+                Layout(1), lambda prompt, layout: self.own_summary(prompt, layout)[..., :0, :]
+            ),
+            "hidden": Way(logits=self.logits_by_hidden_state),
+            "neighbour": Way(logits=lambda prompt: prompt.exact.logits),
+            "learned": Way(PROPOSED, lambda prompt, layout: self.learned_summary()),
+            "rule": Way(PROPOSED, self.exact_cache, alone=True),
+            "stage1-segments": Way(TRUE_POSITIONS, self.summary_by_segments, alone=True),
         }
-        c, most = self.model.config, self.longest  # stage 1 as written has no columns for more
-        numbers = c.n_layer * kv_heads(c) * (2 * c.head_dim) ** 2 * (most - 1) * PROPOSED.m
-        if 4 * numbers <= LARGEST:
-            projected = partial(self.projected, self.as_written)
-            ways["written"] = Way(PROPOSED, projected, most=most)
-            ways["stage1-written"] = Way(PROPOSED, self.as_written, alone=True, most=most)
-        for name, layout in (RAW | OURS).items():
+        config = self.model.config
+        longest = self.longest  # stage 1 as written has no columns for more
+        heads = config.n_layer * kv_heads(config)
+        numbers = heads * (2 * config.head_dim) ** 2 * (longest - 1) * PROPOSED.m
+        if 4 * numbers <= MAX_MAP_BYTES:
+            projected = partial(self.projected_summary, self.summary_as_written)
+            ways["written"] = Way(PROPOSED, projected, most=longest)
+            ways["stage1-written"] = Way(
+                PROPOSED, self.summary_as_written, alone=True, most=longest
+            )
+        for name, layout in (RAW_LAYOUTS | OUR_LAYOUTS).items():
             if layout.m + layout.tail <= self.shortest:
-                ways[name] = Way(layout, self.own)
+                ways[name] = Way(layout, self.own_summary)
         return ways
 
-    def exact(self, prompt: Prompt, _: Layout) -> Tensor:
+    def exact_cache(self, prompt: Prompt, _: Layout) -> Tensor:
         """Return the complete exact cache in the place of summary tokens."""
         return projector.cache_before_last(self.model, prompt.exact)
 
-    def cache(self, way: Way, source: Prompt, prompt: Prompt) -> KVCache:
+    def warm_cache(self, way: Way, source: Prompt, prompt: Prompt) -> KVCache:
         """Return what stands for all of a prompt but its tail."""
         position = way.layout.tail_position(len(prompt.ids))
         return projector.cache_of_summary(self.model, way.summary(source, way.layout), position)
@@ -376,9 +431,9 @@ class Trial:
         if way.logits:
             return way.logits(source)
         ids = prompt.ids[-way.layout.tail :]
-        return projector.logits_after(self.model, ids, self.cache(way, source, prompt))
+        return projector.logits_after(self.model, ids, self.warm_cache(way, source, prompt))
 
 
-def divergence(expected: Tensor, got: Tensor) -> Tensor:
+def divergence(expected: Tensor, actual: Tensor) -> Tensor:
     """Return KL(expected || got) in nats (...) of logits (..., V), in float64."""
-    return kl(expected.cpu().double(), got.cpu().double())
+    return kl(expected.cpu().double(), actual.cpu().double())
