@@ -127,19 +127,19 @@ def test_the_error_of_the_cache_falls_to_the_refreshed_part(rows, teacher, stude
     texts = texts_of(rows, teacher, student, prompts(2), 20)
     ways = ["none", "periodic:5", "periodic:1"]
     add_cache_errors(texts, ways, 2)
-    none, five, one = (rows.find(way, "cache_error", **texts.at)["values"] for way in ways)
+    none, five, one = (rows.find(way, "cache_error", **texts.setting)["values"] for way in ways)
     assert min(none) > 0.01 and max(one) < 1e-5
     assert [e < 1e-5 for e in five] == [t % 5 == 0 for t in range(1, 21)]
     same = texts_of(rows, teacher, teacher, prompts(2), 20)
-    same.at = {"trained": "teacher"}
+    same.setting = {"trained": "teacher"}
     add_cache_errors(same, ["none"], 2)  # with a teacher for a student nothing differs
-    assert max(rows.find("none", "kl", **same.at)["values"]) < 1e-5
+    assert max(rows.find("none", "kl", **same.setting)["values"]) < 1e-5
 
 
 def test_times_stand_beside_those_that_the_cost_model_predicts(rows, teacher, student) -> None:
     texts = texts_of(rows, teacher, student, prompts(2), 20)
     add_times(texts, ["teacher", "none", "periodic:4", "speculative:8"], 2, 2)
-    at = texts.at
+    at = texts.setting
     assert rows.figure("none", "time", **at).value == 1
     reads = [rows.find("teacher", "read_ms", **at, k=k)["n"] for k in (4, 8)]
     assert reads == [2 * 4, 2 * 2] and rows.figure("periodic:4", "reads", **at).value == 16

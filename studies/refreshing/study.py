@@ -103,7 +103,7 @@ class Texts:
     models: dict[str, GPT]
     prompts: dict[str, Tensor]
     new_tokens: int
-    at: Setting
+    setting: Setting
 
     def policy_of(self, way: str, mode: str) -> Policy | None:
         """Return the policy of a way, a gate with the threshold of its row, if that is there."""
@@ -111,7 +111,7 @@ class Texts:
             return None
         policy_text, gated, _ = way.partition("~")
         policy = parse_policy(f"{policy_text}:inf" if gated else policy_text)
-        threshold = self.rows.figure(way, "threshold", **self.at, mode=mode)
+        threshold = self.rows.figure(way, "threshold", **self.setting, mode=mode)
         return replace(policy, threshold=threshold.value) if threshold else policy
 
     def add_threshold(self, way: str, mode: str) -> None:
@@ -121,7 +121,7 @@ class Texts:
         signals = self.gate_signals("valid", gate, mode)
         cooldown = math.ceil(gate.cooldown / gate.every)
         threshold = threshold_for(signals, budget * gate.every, cooldown)
-        self.rows.add_values(way, self.at | {"mode": mode}, threshold=[threshold])
+        self.rows.add_values(way, self.setting | {"mode": mode}, threshold=[threshold])
 
     def start_writing(
         self, way: str, ids: Tensor, mode: str, seed: int
@@ -189,8 +189,8 @@ def refresh_as_published(
 
 def add_quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
     """Append the figures of the texts that ways write after all prompts, with equal draws."""
-    at, ids = texts.at | {"mode": mode}, texts.prompts["test"]
-    for way in texts.rows.ways_due(ways, "perplexity", **at):
+    setting, ids = texts.setting | {"mode": mode}, texts.prompts["test"]
+    for way in texts.rows.ways_due(ways, "perplexity", **setting):
         if "~" in way:
             texts.add_threshold(way, mode)
         tokens, pair = texts.start_writing(way, ids, mode, seed=0)
@@ -198,11 +198,11 @@ def add_quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
         for text in torch.cat([ids, *tokens], 1).tolist():
             token_nats = token_losses(texts.models["teacher"], text)[-texts.new_tokens :]
             mean_nats.append(float(token_nats.double().mean()))
-        texts.rows.add_values(way, at, perplexity=mean_nats)
+        texts.rows.add_values(way, setting, perplexity=mean_nats)
         if pair:
             texts.rows.add_values(
                 way,
-                at,
+                setting,
                 refreshes=pair.refresh_count.tolist(),
                 reads=pair.teacher_tokens.tolist(),
                 passes=(1000 / texts.new_tokens * pair.teacher_passes).tolist(),
@@ -233,7 +233,7 @@ def count_firings(signals: Tensor, threshold: float, cooldown: int) -> int:
 def add_signal_areas(texts: Texts) -> None:
     """Append the areas under the ROC curve by which entropy and U(t) tell the tenth of the tokens
     with the largest KL(teacher || student) from the others; intervals over texts."""
-    if not texts.rows.ways_due(["dropout"], "area", **texts.at):
+    if not texts.rows.ways_due(["dropout"], "area", **texts.setting):
         return
     ways, never = ("entropy", "dropout"), math.inf
     gates = ProbeKL(never), Entropy(never), MonteCarloDropout(never)
@@ -250,7 +250,7 @@ def add_signal_areas(texts: Texts) -> None:
             large = is_large[draw]
             areas.append(area_under_roc(signal[draw][large], signal[draw][~large]))
         low, high = np.quantile([area for area in areas[1:] if area is not None], [0.025, 0.975])
-        texts.rows.add_figures(way, texts.at, text_count, area=(areas[0], low, high))
+        texts.rows.add_figures(way, texts.setting, text_count, area=(areas[0], low, high))
 
 
 def square_norms(entries: Tensor) -> Tensor:
@@ -263,7 +263,7 @@ def add_cache_errors(texts: Texts, ways: Sequence[str], prompt_count: int) -> No
     """Append the error of the cache and the divergence of the next token, along a text that
     OverFill has written: all ways read the same, and differ by their caches alone. The prompt's
     entries are left out: they are the teacher's own."""
-    ways = texts.rows.ways_due(ways, "cache_error", **texts.at)
+    ways = texts.rows.ways_due(ways, "cache_error", **texts.setting)
     if not ways:
         return
     ids = texts.prompts["test"][:prompt_count]
@@ -285,7 +285,7 @@ def add_cache_errors(texts: Texts, ways: Sequence[str], prompt_count: int) -> No
             exact = exact_entries[..., :t, :]
             error = square_norms(entries[..., :t, :] - exact) / square_norms(exact)
             errors.append(float(error.sqrt().mean()))
-        texts.rows.add_values(way, texts.at, cache_error=errors, kl=divergences)
+        texts.rows.add_values(way, texts.setting, cache_error=errors, kl=divergences)
 
 
 # --- Time -------------------------------------------------------------------------------------------
@@ -295,8 +295,8 @@ def add_times(texts: Texts, ways: Sequence[str], prompt_count: int, turns: int) 
     """Append the times of ways that take turns, beside OverFill's. Ways that are measured later take
     turns with OverFill too, whose own rows stay: their tokens/s are what they would have been
     then."""
-    rows, at = texts.rows, texts.at
-    ways = [way for way in rows.ways_due(ways, "time", **at) if way != "none"]
+    rows, setting = texts.rows, texts.setting
+    ways = [way for way in rows.ways_due(ways, "time", **setting) if way != "none"]
     if not ways:
         return
 
@@ -307,7 +307,7 @@ def add_times(texts: Texts, ways: Sequence[str], prompt_count: int, turns: int) 
         return time_text(lambda: tokens), pair
 
     timed_runs = run_in_turns({way: partial(write_once, way) for way in ("none", *ways)}, turns)
-    recorded_speed = rows.figure("none", "tps", **at)
+    recorded_speed = rows.figure("none", "tps", **setting)
     spans = {}  # to the first token and to the last
     for way, runs in timed_runs.items():
         spans[way] = np.array([(run.first_token_seconds, run.total_seconds) for run, _ in runs]).T
@@ -317,20 +317,20 @@ def add_times(texts: Texts, ways: Sequence[str], prompt_count: int, turns: int) 
         del timed_runs["none"]
         steps = recorded_speed.value * (overfill_total - overfill_first)
     else:
-        rows.add_values("none", at, first_ms=1e3 * overfill_first)
+        rows.add_values("none", setting, first_ms=1e3 * overfill_first)
         add_read_times(texts, timed_runs)
     for way, runs in timed_runs.items():
         first_seconds, total_seconds = spans[way]
         rows.add_values(
             way,
-            at,
+            setting,
             time=total_seconds / overfill_total,
             tps=steps / (total_seconds - first_seconds),
         )
         _, pair = runs[0]
-        if pair and not rows.find(way, "passes", **at):  # quality() wasn't asked
+        if pair and not rows.find(way, "passes", **setting):  # add_quality() was not asked
             passes = 1000 / texts.new_tokens * int(pair.teacher_passes)
-            rows.add_values(way, at, passes=[passes], reads=[int(pair.teacher_tokens)])
+            rows.add_values(way, setting, passes=[passes], reads=[int(pair.teacher_tokens)])
 
 
 def add_read_times(texts: Texts, timed_runs: dict[str, list]) -> None:
@@ -343,32 +343,32 @@ def add_read_times(texts: Texts, timed_runs: dict[str, list]) -> None:
                 for refresh in pair.refreshes:
                     read_ms.setdefault(refresh.tokens_read, []).append(1e3 * refresh.seconds)
     for tokens_read, ms in sorted(read_ms.items()):
-        texts.rows.add_values("teacher", texts.at | {"k": tokens_read}, read_ms=ms)
+        texts.rows.add_values("teacher", texts.setting | {"k": tokens_read}, read_ms=ms)
 
 
-def add_predicted_times(rows: Rows, new_tokens: int, at: Setting) -> None:
+def add_predicted_times(rows: Rows, new_tokens: int, setting: Setting) -> None:
     """Append the time of every way by the source's cost model, in units of OverFill's, the
     prompt's prefill included: N / TPS + the sum of prefill(k_r), the student's decoding and the
     teacher's passes over k_r tokens each. prefill(k) is the line through the times of these passes.
 
     Source: section "Why is it cheap?".
     """
-    points = [point[:2] for point in points_over(rows, "teacher", "read_ms", "k", at)]
+    points = [point[:2] for point in points_over(rows, "teacher", "read_ms", "k", setting)]
     if len(points) < 2:
         return
     slope, intercept = np.polyfit(*zip(*points, strict=True), 1)  # ms
-    first_ms, tps = (rows.figure("none", metric, **at).value for metric in ("first_ms", "tps"))
+    first_ms, tps = (rows.figure("none", metric, **setting).value for metric in ("first_ms", "tps"))
     overfill_ms = first_ms + 1e3 * (new_tokens - 1) / tps
     for way, _ in matching_ways(rows, [".*"]):
-        passes, reads = (rows.figure(way, metric, **at) for metric in ("passes", "reads"))
+        passes, reads = (rows.figure(way, metric, **setting) for metric in ("passes", "reads"))
         if passes is None or way in PUBLISHED:
             continue
         pass_count = passes.value * new_tokens / 1000  # of a mean text, so that it needn't be whole
         prefills = slope * reads.value + pass_count * intercept  # of all passes together
         predicted = round(1 + prefills / overfill_ms, 4)
         interval = (predicted, predicted, predicted)
-        if rows.figure(way, "time", **at, by="formula") != interval:
-            rows.add_figures(way, at | {"by": "formula"}, 1, time=interval)
+        if rows.figure(way, "time", **setting, by="formula") != interval:
+            rows.add_figures(way, setting | {"by": "formula"}, 1, time=interval)
 
 
 def add_variational_identity(rows: Rows) -> None:
@@ -432,8 +432,10 @@ def measure_at_size(rows: Rows, quick: bool) -> None:
     teacher = random_model(GPT, size)
     student = GPT(pruning("pocket", teacher.config, 1, "segments").config).eval()
     ids = torch.randint(50257, (1, 64), generator=torch.Generator().manual_seed(0))
-    at = {"model": "355M", "tokens": 260}
-    texts = Texts(rows, {"teacher": teacher, "student": student}, {"test": ids}, new_tokens, at)
+    setting = {"model": "355M", "tokens": 260}
+    texts = Texts(
+        rows, {"teacher": teacher, "student": student}, {"test": ids}, new_tokens, setting
+    )
     rows.set_model_conditions(
         f"{size}, random weights",
         teacher,
@@ -442,7 +444,7 @@ def measure_at_size(rows: Rows, quick: bool) -> None:
         f"turns: {turns}",
     )
     add_times(texts, WAYS_AT_SIZE, 1, turns)
-    add_predicted_times(rows, new_tokens, at)
+    add_predicted_times(rows, new_tokens, setting)
 
 
 @torch.no_grad()
@@ -485,8 +487,8 @@ def measure(rows: Rows, args: argparse.Namespace) -> None:
         room = min(teacher.config.n_ctx, student.config.n_ctx) - new_tokens
         prompts = load_prompts(tokenizer, path, prompt_count, room, args.chat)
         prompts = {split: ids.to(args.device) for split, ids in prompts.items()}
-        at = {"trained": training}
-        texts = Texts(rows, {"teacher": teacher, "student": student}, prompts, new_tokens, at)
+        setting = {"trained": training}
+        texts = Texts(rows, {"teacher": teacher, "student": student}, prompts, new_tokens, setting)
         same_geometry = not geometry_difference(teacher, student)
         if not same_geometry:  # the teacher's cache can't be spliced into the student's
             ways = [way for way in ways if way not in PUBLISHED]
@@ -509,7 +511,7 @@ def measure(rows: Rows, args: argparse.Namespace) -> None:
             add_cache_errors(texts, WAYS_ALONG_A_TEXT, max(1, prompt_count // 6))
         if training in ("segments", "dropout"):
             add_times(texts, ways, timed_prompts, turns)
-        add_predicted_times(rows, new_tokens, at)
+        add_predicted_times(rows, new_tokens, setting)
     add_variational_identity(rows)
 
 

@@ -65,8 +65,8 @@ def write_text(texts: Texts, way: str, mode: str, turn: int) -> Written:
 @torch.no_grad()
 def compare_ways(texts: Texts, mode: str) -> None:
     """Append the rows of the ways that lack them, which take turns, beside the teacher alone."""
-    rows, at = texts.rows, {"mode": mode}
-    ways = rows.ways_due(WAYS, "perplexity", **at)
+    rows, setting = texts.rows, {"mode": mode}
+    ways = rows.ways_due(WAYS, "perplexity", **setting)
     if not ways:
         return
     runs = {way: partial(write_text, texts, way, mode) for way in ("teacher", *ways)}
@@ -80,7 +80,7 @@ def compare_ways(texts: Texts, mode: str) -> None:
         ]
         rows.add_values(
             way,
-            at,
+            setting,
             perplexity=[text.nats for text in of_way],
             passes=[1000 * text.counts.passes / texts.new_tokens for text in of_way],
             tps=[texts.new_tokens / text.timed_text.total_seconds for text in of_way],
@@ -89,7 +89,7 @@ def compare_ways(texts: Texts, mode: str) -> None:
         drafted = sum(text.counts.drafted for text in of_way)
         if drafted:
             kept = sum(text.counts.accepted for text in of_way) / drafted
-            rows.add_figures(way, at, len(of_way), kept=[kept])
+            rows.add_figures(way, setting, len(of_way), kept=[kept])
 
 
 def measure(rows: Rows, quick: bool) -> None:
