@@ -339,9 +339,14 @@ def sample(logits: Tensor, temperature: float, top_k: int | None,
         return logits.argmax(dim=-1, keepdim=True)
     logits = logits.float() - logits.max(dim=-1, keepdim=True).values  # <= 0: no overflow below
     if top_k is not None:
-        kth_best = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]  # (B, 1)
-        logits = logits.masked_fill(logits < kth_best, -math.inf)
+        logits = keep_top_k(logits, top_k)
     return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
+
+
+def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
+    """Return logits (B, V) in which all but the top_k largest of each row are -inf."""
+    kth_best = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]  # (B, 1)
+    return logits.masked_fill(logits < kth_best, -math.inf)
 
 
 @torch.no_grad()

@@ -17,7 +17,6 @@ Source: Leviathan, Kalman and Matias 2023, "Fast Inference from Transformers via
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,7 +27,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_kv_cache import GPT, KVCache, check_options, context_start, generate, sample
+from gpt_kv_cache import (
+    GPT,
+    KVCache,
+    check_options,
+    context_start,
+    generate,
+    keep_top_k,
+    sample,
+)
 from pair import Pair, load_pair
 from support.printing import stream
 from support.tables import table
@@ -81,8 +88,7 @@ def probabilities(logits: Tensor, temperature: float, top_k: int | None) -> Tens
     if temperature == 0:
         return F.one_hot(logits.argmax(-1), logits.size(-1)).double()
     if top_k is not None:
-        kth_best = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]  # (N, 1)
-        logits = logits.masked_fill(logits < kth_best, -math.inf)
+        logits = keep_top_k(logits, top_k)
     return (logits.double() / temperature).softmax(-1)
 
 
