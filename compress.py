@@ -40,13 +40,13 @@ from gpt_kv_cache import KVCache
 from support.statistics import kl
 from support.tables import table
 
-BITS = (2, 4, 8, 32)  # 32: kept as they are
-Held = tuple[Tensor, ...]  # what a layer holds, all of it (..., B, H, tokens or groups, ...)
+BIT_WIDTHS = (2, 4, 8, 32)  # 32: kept as they are
+LayerState = tuple[Tensor, ...]  # what a layer holds, all of it (..., B, H, tokens or groups, ...)
 
 
 class CompressedCache(KVCache):
     """A cache that holds the tokens of earlier passes in another form. A subclass says in which:
-    `compressed` takes the tokens of a pass in, `parts` gives back what a query attends to.
+    `compress` takes the tokens of a pass in, `parts` gives back what a query attends to.
 
     layers: of each layer, a named tuple of tensors, which is that form.
     pos: the positions of all tokens read, so that len() counts those.
@@ -56,12 +56,12 @@ class CompressedCache(KVCache):
         super().__init__()
         self.pending: list[Tensor] = []  # of each layer, those of this pass (2, B, H, T, D)
 
-    def compressed(self, layer: int, held: Held | None, new: Tensor) -> Held:
+    def compress(self, layer: int, held: LayerState | None, new_kv: Tensor) -> LayerState:
         """Return what a layer holds once keys and values (2, B, H, T, D) are taken in; held is None
         for the first ones."""
         raise NotImplementedError
 
-    def parts(self, held: Held) -> list[Tensor]:
+    def parts(self, held: LayerState) -> list[Tensor]:
         """Return the keys and values (2, B, H, S_i, D) that a query attends to, in parts."""
         raise NotImplementedError
 
@@ -71,15 +71,15 @@ class CompressedCache(KVCache):
         """Return the held keys and values with those of the tokens at positions pos (T,) behind
         them (B, H, S + T, D), and a mask (T, S + T): all that is held, and up to one's own position.
         Raises ValueError if the cache is of another batch size, geometry, device or dtype."""
-        new = torch.stack([k, v])  # (2, B, H, T, D)
+        new_kv = torch.stack([k, v])  # (2, B, H, T, D)
         parts = self.parts(self.layers[layer]) if len(self) > 0 else []
         if parts:
-            self.check(parts[-1], new)
+            self.check(parts[-1], new_kv)
         del self.pending[layer:]  # what a failed pass left
-        self.pending.append(new)
+        self.pending.append(new_kv)
         if not parts:
             return k, v, None
-        kv = torch.cat([*parts, new], dim=3)
+        kv = torch.cat([*parts, new_kv], dim=3)
         if len(pos) == 1:
             return kv[0], kv[1], None
         T, S = len(pos), kv.size(3) - len(pos)
@@ -89,9 +89,9 @@ class CompressedCache(KVCache):
     def commit(self, pos: Tensor) -> None:
         """Count the tokens at positions pos (T,) as read, and compress what has become old."""
         layers = []
-        for layer, new in enumerate(self.pending):
+        for layer, new_kv in enumerate(self.pending):
             held = self.layers[layer] if len(self) > 0 else None
-            layers.append(self.compressed(layer, held, new.detach()))
+            layers.append(self.compress(layer, held, new_kv.detach()))
         self.layers, self.pending = layers, []
         super().commit(pos)
 
@@ -102,11 +102,11 @@ class CompressedCache(KVCache):
         other = copy.copy(self)
         other.layers = []
         for held in self.layers:
-            moved = []
+            copied = []
             for x in held:
                 new_dtype = dtype if x.is_floating_point() else x.dtype  # codes stay integers
-                moved.append(x.to(device, new_dtype, copy=True))
-            other.layers.append(type(held)(*moved))
+                copied.append(x.to(device, new_dtype, copy=True))
+            other.layers.append(type(held)(*copied))
         other.pos = self.pos.to(device, copy=True)
         other.pending = []
         return other
@@ -164,23 +164,23 @@ class QuantizedCache(CompressedCache):
 
     def __init__(self, bits: int, group: int = 32, residual: int = 32) -> None:
         super().__init__()
-        if bits not in BITS:
-            raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}, got {bits}")
+        if bits not in BIT_WIDTHS:
+            raise ValueError(f"bits must be one of {', '.join(map(str, BIT_WIDTHS))}, got {bits}")
         if group < 1 or residual < 0:
             raise ValueError(f"group {group}, residual {residual}: must be at least 1 and 0")
         self.bits, self.group, self.residual = bits, group, residual
 
-    def compressed(self, layer: int, held: RoundedTokens | None, new: Tensor) -> RoundedTokens:
+    def compress(self, layer: int, held: RoundedTokens | None, new_kv: Tensor) -> RoundedTokens:
         """Return what is held, with the tokens rounded that enough others follow now."""
-        exact = new
+        exact = new_kv
         if held is not None:
-            exact = torch.cat([held.exact, new], dim=3)
+            exact = torch.cat([held.exact, new_kv], dim=3)
         groups = max(0, exact.size(3) - self.residual) // self.group
         if groups == 0 and held is not None:
             return held._replace(exact=exact)
         n_rounded = groups * self.group
         keys, values = exact[..., :n_rounded, :].unflatten(3, (groups, self.group))
-        rounded = [*quantized(keys, self.bits, dim=-2), *quantized(values, self.bits, dim=-1)]
+        rounded = [*quantize(keys, self.bits, dim=-2), *quantize(values, self.bits, dim=-1)]
         if held is not None:
             *earlier, _ = held
             rounded = [torch.cat(pair, dim=2) for pair in zip(earlier, rounded, strict=True)]
@@ -188,8 +188,8 @@ class QuantizedCache(CompressedCache):
 
     def parts(self, held: RoundedTokens) -> list[Tensor]:
         """Return the rounded tokens' keys and values, then the exact ones'."""
-        keys = dequantized(held.key_codes, held.key_scale, held.key_zero, self.bits)
-        values = dequantized(held.value_codes, held.value_scale, held.value_zero, self.bits)
+        keys = dequantize(held.key_codes, held.key_scale, held.key_zero, self.bits)
+        values = dequantize(held.value_codes, held.value_scale, held.value_zero, self.bits)
         rounded = torch.stack([keys, values]).flatten(3, 4)  # (2, B, H, N * G, D)
         return [rounded, held.exact]
 
@@ -207,25 +207,27 @@ class QuantizedCache(CompressedCache):
         self.layers, self.pos = layers, self.pos[:n].clone()
 
 
-def quantized(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def quantize(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the codes (..., D * bits / 8) of numbers x (..., D), packed into bytes, with the scale
     and the zero that those along dim share. With 32 bits, x itself. Raises ValueError if D isn't a
     multiple of 8 / bits."""
     if bits == 32:
         return x.clone(), x.new_empty(x[..., :0].shape), x.new_empty(x[..., :0].shape)
-    D, each = x.size(-1), 8 // bits  # codes in a byte
-    if D % each:
-        raise ValueError(f"{bits} bits need a head size that is a multiple of {each}, got {D}")
+    D, codes_per_byte = x.size(-1), 8 // bits
+    if D % codes_per_byte:
+        raise ValueError(
+            f"{bits} bits need a head size that is a multiple of {codes_per_byte}, got {D}"
+        )
     zero = x.amin(dim, keepdim=True)
     scale = (x.amax(dim, keepdim=True) - zero) / (2**bits - 1)
-    step = scale.float().clamp_min(torch.finfo(torch.float32).tiny)  # of equal numbers it is 0
-    codes = ((x.float() - zero.float()) / step).round().clamp(0, 2**bits - 1).to(torch.uint8)
-    codes = codes.unflatten(-1, (-1, each))
+    divisor = scale.float().clamp_min(torch.finfo(torch.float32).tiny)  # of equal numbers it is 0
+    codes = ((x.float() - zero.float()) / divisor).round().clamp(0, 2**bits - 1).to(torch.uint8)
+    codes = codes.unflatten(-1, (-1, codes_per_byte))
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=x.device)
     return (codes << shifts).sum(-1, dtype=torch.uint8), scale, zero
 
 
-def dequantized(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+def dequantize(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
     """Return the numbers (..., D) that codes (..., D * bits / 8) stand for."""
     if bits == 32:
         return codes
@@ -260,19 +262,19 @@ class SmallNormCache(CompressedCache):
             )
         self.keep, self.recent, self.skip = keep, recent, skip
 
-    def compressed(self, layer: int, held: KeptTokens | None, new: Tensor) -> KeptTokens:
+    def compress(self, layer: int, held: KeptTokens | None, new_kv: Tensor) -> KeptTokens:
         """Return the keys and values that stay."""
-        kv = new
+        kv = new_kv
         if held is not None:
-            kv = torch.cat([held.kv, new], dim=3)
-        old = kv.size(3) - self.recent
-        if layer < self.skip or old <= self.keep:
+            kv = torch.cat([held.kv, new_kv], dim=3)
+        n_old = kv.size(3) - self.recent
+        if layer < self.skip or n_old <= self.keep:
             return KeptTokens(kv)
-        norm = kv[0, :, :, :old].float().norm(dim=-1)  # (B, H, old)
-        stay = norm.topk(self.keep, largest=False).indices.sort().values  # (B, H, keep)
-        stay = stay[None, ..., None].expand(2, -1, -1, -1, kv.size(4))
-        kept = kv[..., :old, :].gather(3, stay)
-        return KeptTokens(torch.cat([kept, kv[..., old:, :]], dim=3))
+        norm = kv[0, :, :, :n_old].float().norm(dim=-1)  # (B, H, n_old)
+        kept_indices = norm.topk(self.keep, largest=False).indices.sort().values  # (B, H, keep)
+        kept_indices = kept_indices[None, ..., None].expand(2, -1, -1, -1, kv.size(4))
+        kept = kv[..., :n_old, :].gather(3, kept_indices)
+        return KeptTokens(torch.cat([kept, kv[..., n_old:, :]], dim=3))
 
     def parts(self, held: KeptTokens) -> list[Tensor]:
         """Return the keys and values that stayed."""
@@ -292,70 +294,74 @@ class SmallNormCache(CompressedCache):
 # --- A comparison in seconds ------------------------------------------------------------------------
 
 
-class Kind(NamedTuple):
+class CacheKind(NamedTuple):
     """A kind of cache: its name for people, what makes one for a text of n tokens, and whether it
     is exact; if not, it approximates attention to all tokens."""
 
     name: str
-    new: Callable[[int], KVCache]
+    new_cache: Callable[[int], KVCache]
     exact: bool = False
 
 
-def evicting(n: int, parts: int) -> SmallNormCache:
+def small_norm_cache(n_tokens: int, divisor: int) -> SmallNormCache:
     """Return a cache that keeps a part of n tokens, among them the latest."""
-    recent = min(32, n // 8)
-    return SmallNormCache(n // parts - recent, recent)
+    recent = min(32, n_tokens // 8)
+    return SmallNormCache(n_tokens // divisor - recent, recent)
 
 
 # Every kind of cache, by its short name. One more here has equivalence tests, a line in the table
 # below, and a row and a point in the study's table and figure. Windows have a spare slot.
 CACHES = {
-    "full": Kind("full", lambda n: KVCache(), exact=True),
-    "preallocated": Kind("full, preallocated", SlidingWindowCache, exact=True),
-    "bits:8": Kind("8 bits", lambda n: QuantizedCache(8)),
-    "bits:4": Kind("4 bits", lambda n: QuantizedCache(4)),
-    "bits:2": Kind("2 bits", lambda n: QuantizedCache(2)),
-    "window:half": Kind("window of a half", lambda n: SlidingWindowCache(n // 2 - 1)),
-    "window:quarter": Kind("window of a quarter", lambda n: SlidingWindowCache(n // 4 - 1)),
-    "sinks:quarter": Kind(
+    "full": CacheKind("full", lambda n: KVCache(), exact=True),
+    "preallocated": CacheKind("full, preallocated", SlidingWindowCache, exact=True),
+    "bits:8": CacheKind("8 bits", lambda n: QuantizedCache(8)),
+    "bits:4": CacheKind("4 bits", lambda n: QuantizedCache(4)),
+    "bits:2": CacheKind("2 bits", lambda n: QuantizedCache(2)),
+    "window:half": CacheKind("window of a half", lambda n: SlidingWindowCache(n // 2 - 1)),
+    "window:quarter": CacheKind("window of a quarter", lambda n: SlidingWindowCache(n // 4 - 1)),
+    "sinks:quarter": CacheKind(
         "4 sinks, a quarter in all", lambda n: SlidingWindowCache(n // 4 - 5, sinks=4)
     ),
-    "norm:half": Kind("small norm, a half", lambda n: evicting(n, 2)),
-    "norm:quarter": Kind("small norm, a quarter", lambda n: evicting(n, 4)),
+    "norm:half": CacheKind("small norm, a half", lambda n: small_norm_cache(n, 2)),
+    "norm:quarter": CacheKind("small norm, a quarter", lambda n: small_norm_cache(n, 4)),
 }
 
 
 @torch.no_grad()
-def read(
-    model: nn.Module, cache: KVCache, ids: Tensor, piece: int = 1
+def read_in_pieces(
+    model: nn.Module, cache: KVCache, ids: Tensor, piece_length: int = 1
 ) -> tuple[Tensor, list[float]]:
     """Read ids (B, T) by so many tokens at once; return the logits (B, T, V) and the milliseconds
     of each pass."""
-    logits, ms = [], []
-    for tokens in ids.split(piece, dim=1):
+    logits, milliseconds = [], []
+    for tokens in ids.split(piece_length, dim=1):
         started = time.perf_counter()
         logits.append(model(tokens, cache))
-        ms.append(1000 * (time.perf_counter() - started))
-    return torch.cat(logits, dim=1), ms
+        milliseconds.append(1000 * (time.perf_counter() - started))
+    return torch.cat(logits, dim=1), milliseconds
 
 
-def demo(ways: Sequence[tuple[str, nn.Module, Callable[[int], KVCache]]], ids: Tensor) -> str:
-    """Return a table of what each way to read ids (B, T), a name, a model and its cache, costs, and
-    how far its predictions in the second half are from those of the first way, full attention."""
+def comparison_table(
+    caches: Sequence[tuple[str, nn.Module, Callable[[int], KVCache]]], ids: Tensor
+) -> str:
+    """Return a table of what each cache costs to read ids (B, T) with, and how far the predictions
+    in the second half are from those of the first one, full attention. Of each: a name, a model,
+    and what makes one for T tokens."""
     B, T = ids.shape
-    rows, exact = [], None
+    rows, exact_logits = [], None
     # Else the first cache pays for new memory: twice the time.
-    read(ways[0][1], KVCache(), ids, max(1, T // 4))
-    for name, model, new in ways:
-        cache = new(T)
-        logits, ms = read(model, cache, ids)
+    read_in_pieces(caches[0][1], KVCache(), ids, max(1, T // 4))
+    for name, model, new_cache in caches:
+        cache = new_cache(T)
+        logits, milliseconds = read_in_pieces(model, cache, ids)
         logits = logits[:, T // 2 :]
-        if exact is None:
-            exact = logits
-        apart = kl(exact, logits).mean()
-        same = (exact.argmax(-1) == logits.argmax(-1)).float().mean()
-        size, took = cache.nbytes / B / T, statistics.median(ms[T // 2 :])
-        rows.append([name, f"{size:,.0f}", f"{apart:.4f}", f"{same:.1%}", f"{took:.2f}"])
+        if exact_logits is None:
+            exact_logits = logits
+        divergence = kl(exact_logits, logits).mean()
+        agreement = (exact_logits.argmax(-1) == logits.argmax(-1)).float().mean()
+        bytes_per_token, median_ms = cache.nbytes / B / T, statistics.median(milliseconds[T // 2 :])
+        figures = [f"{bytes_per_token:,.0f}", f"{divergence:.4f}", f"{agreement:.1%}"]
+        rows.append([name, *figures, f"{median_ms:.2f}"])
     header = ["cache", "bytes a token", "KL to full, nats", "same next token", "ms a token"]
     return table(header, rows)
 
@@ -372,16 +378,18 @@ def main(argv: list[str] | None = None) -> None:
     )
     with cli.parse(argv) as args:
         model = load_model(args.model, device=args.device, dtype=args.dtype)
-        n = args.tokens
-        if n > model.context:
-            raise ValueError(f"--tokens {n}: the context of {args.model} holds {model.context}")
-        rows = held_out_rows(load_tokenizer(args.model), 30, n)[:4]
+        n_tokens = args.tokens
+        if n_tokens > model.context:
+            raise ValueError(
+                f"--tokens {n_tokens}: the context of {args.model} holds {model.context}"
+            )
+        rows = held_out_rows(load_tokenizer(args.model), 30, n_tokens)[:4]
         ids = torch.tensor(rows, device=args.device)
-        ways = [(name, model, new) for name, new, _ in CACHES.values()]
+        caches = [(name, model, new_cache) for name, new_cache, _ in CACHES.values()]
         print(f"""\
-{len(rows)} held-out texts of {n} tokens, read token by token, side by side:
+{len(rows)} held-out texts of {n_tokens} tokens, read token by token, side by side:
 
-{demo(ways, ids)}
+{comparison_table(caches, ids)}
 
 Full attention is exact, wherever its memory comes from. Rounding approximates every
 old token; windows, sinks and small norms forget whole ones. KL is of the second half.

@@ -32,14 +32,16 @@ class Memory:
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Return the logits (B, T, V) of ids (B, T), read with this memory."""
-        return compress.read(self.model, self.make_cache(ids.size(1)), ids, self.chunk_length)[0]
+        return compress.read_in_pieces(
+            self.model, self.make_cache(ids.size(1)), ids, self.chunk_length
+        )[0]
 
     @torch.no_grad()
     def nbytes(self, length: int) -> int:
         """Return the bytes of a text's cache after so many tokens."""
         cache = self.make_cache(length)
         ids = torch.zeros(1, length, dtype=torch.long)
-        compress.read(self.model, cache, ids, self.chunk_length)
+        compress.read_in_pieces(self.model, cache, ids, self.chunk_length)
         return cache.nbytes
 
     def write(self, ids: Tensor, new_tokens: int, **options: Any) -> Tensor:
@@ -87,7 +89,9 @@ def compare_memories(args: argparse.Namespace, ids: Tensor) -> None:
     text = torch.cat([ids, written], dim=1)[:, -exact.config.n_ctx :]
     print(tokenizer.decode(text[0].tolist()))
     ways = [(memory.label, memory.model, memory.make_cache) for memory in memories.values()]
-    print(f"\nThe same {text.size(1)} tokens, read one by one:\n{compress.demo(ways, text)}\n")
+    print(
+        f"\nThe same {text.size(1)} tokens, read one by one:\n{compress.comparison_table(ways, text)}\n"
+    )
     print(
         "Full attention is exact; the others approximate it, by forgetting. KL is of the second half.\n"
         "The full study, in minutes: python3 -m studies.bounding"

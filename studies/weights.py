@@ -11,7 +11,7 @@ import torch
 import gpt_baseline
 import gpt_bounded_cache
 import gpt_kv_cache
-from compress import read
+from compress import read_in_pieces
 from llama_kv_cache import Llama
 from load_gpt2_weights import NAMES, find_file, load_model, load_tokenizer
 from recycle import DATA
@@ -52,7 +52,7 @@ def agreement(
             options["cache"] = new_cache(n_ctx)
         text = torch.cat([prompt, *module.generate(model, prompt, n_new, **options)], dim=1)
         first = text if first is None else first  # all read the same text
-        logits = read(model, new_cache(n_ctx), first)[0] if new_cache else model(first)
+        logits = read_in_pieces(model, new_cache(n_ctx), first)[0] if new_cache else model(first)
         exact = logits if exact is None else exact
         apart = (logits - exact).abs().max() / exact.abs().max()
         found[file] = torch.equal(text, first), float(apart)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import compress
-from compress import CompressedCache, QuantizedCache, SmallNormCache, dequantized, quantized
+from compress import CompressedCache, QuantizedCache, SmallNormCache, dequantize, quantize
 from gpt_kv_cache import GPTConfig, KVCache
 from tests.helpers import of_kind
 from tests.test_equivalence import (
@@ -69,7 +69,7 @@ def held(cache: CompressedCache, layer: int) -> Tensor:
 @every_way
 def test_equivalence_of_every_kind_with_what_it_stands_for(model: nn.Module, way: str) -> None:
     """Exact ones under any feeding; the others as long as they hold all that was read."""
-    ids, whole, cache = ids_of(2, 64), KVCache(), compress.CACHES[way].new(64)
+    ids, whole, cache = ids_of(2, 64), KVCache(), compress.CACHES[way].new_cache(64)
     expected = model(ids, whole)
     if compress.CACHES[way].exact:
         check_any_feeding(model, ids, expected, cache, 0)
@@ -85,7 +85,7 @@ def test_equivalence_of_every_kind_with_what_it_stands_for(model: nn.Module, way
 def test_every_kind_survives_a_failed_pass_and_has_clones(
     model: nn.Module, way: str, n: int
 ) -> None:
-    ids, cache = ids_of(2, 64), compress.CACHES[way].new(64)
+    ids, cache = ids_of(2, 64), compress.CACHES[way].new_cache(64)
     if n:
         model(ids[:, :n], cache)
     nbytes = cache.nbytes
@@ -100,7 +100,7 @@ def test_every_kind_survives_a_failed_pass_and_has_clones(
 
 @every_way
 def test_every_kind_refuses_another_batch(model: nn.Module, way: str) -> None:
-    cache = compress.CACHES[way].new(64)
+    cache = compress.CACHES[way].new_cache(64)
     model(ids_of(2, 9), cache)
     with pytest.raises(ValueError, match=r"\[2, .* got \[3, "):
         model(ids_of(3, 2), cache)
@@ -150,7 +150,7 @@ def test_a_chunk_sees_what_is_held_and_itself_up_to_each_position(new_cache: Cal
 
 def test_equal_numbers_stay_as_they_are() -> None:
     x = torch.full((1, 1, 1, 4, 8), 0.1)
-    assert torch.equal(dequantized(*quantized(x, 2, -1), 2), x)
+    assert torch.equal(dequantize(*quantize(x, 2, -1), 2), x)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

@@ -56,13 +56,13 @@ class SwappedAxesCache(compress.QuantizedCache):
 
 def small_norms_from_layer_three(length: int) -> KVCache:
     """Return a cache that keeps half of a text's tokens from the third layer on."""
-    cache = compress.evicting(length, 2)
+    cache = compress.small_norm_cache(length, 2)
     cache.skip = 2
     return cache
 
 
 # What makes a cache for so many tokens: all of compress.py, and what only this study compares.
-CACHES = {way: kind.new for way, kind in compress.CACHES.items()}
+CACHES = {way: kind.new_cache for way, kind in compress.CACHES.items()}
 CACHES |= {
     "swapped:2": lambda length: SwappedAxesCache(2),
     "norm:skip": small_norms_from_layer_three,
@@ -128,7 +128,7 @@ def milliseconds(model: nn.Module, way: str, turn: int, new_tokens: int = 16) ->
     ids = torch.randint(256, model.config.vocab_size, (1, LENGTH + new_tokens), generator=generator)
     cache = CACHES[way](LENGTH + new_tokens)
     model(ids[:, :LENGTH], cache, last_only=True)
-    return statistics.mean(compress.read(model, cache, ids[:, LENGTH:])[1])
+    return statistics.mean(compress.read_in_pieces(model, cache, ids[:, LENGTH:])[1])
 
 
 def measure_times(rows: Rows, setting: dict[str, str], model: nn.Module, turns: int) -> None:

@@ -19,7 +19,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from compress import read
+from compress import read_in_pieces
 from gpt_bounded_cache import (
     BCT,
     GPT,
@@ -75,7 +75,7 @@ def bct_memory(model: BCT, length: int) -> BoundedMemory:
 def milliseconds_per_token(model: GPT, make_cache: Callable, length: int, turn: int) -> float:
     """Return the median time of a decoded token, with a new cache of so many tokens."""
     ids = torch.zeros(1, DECODED_TOKENS + 1, dtype=torch.long)
-    _, pass_milliseconds = read(model, make_cache(model, length), ids)
+    _, pass_milliseconds = read_in_pieces(model, make_cache(model, length), ids)
     return statistics.median(pass_milliseconds[1:])
 
 
