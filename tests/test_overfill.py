@@ -36,18 +36,18 @@ from tests.helpers import N_CTX, ROOT, class_of, of_kind
 CONFIG = GPTConfig(vocab_size=50, n_ctx=40, n_layer=3, n_head=2, n_embd=32)
 NARROW = GPTConfig(vocab_size=50, n_ctx=40, n_layer=3, n_head=2, n_embd=16, head_dim=16, n_inner=24)
 # One policy of each kind: every 4 tokens, a window of 4, gates that always fire; and others.
-KINDS = {
+ONE_OF_EACH_KIND = {
     name: kind.create(*(-1.0 if convert is float else 4 for convert in kind.parameters.values()))
     for name, kind in POLICIES.items()
 }
-MORE = [
+MORE_POLICIES = [
     Periodic(1),
     Periodic(7),
     Periodic(16, window=5),
     Periodic(6, window=4, reads_window=True),
     MonteCarloDropout(1e-9, passes=4, cooldown=3),
 ]
-TRIED = [*KINDS.values(), *MORE]
+TRIED_POLICIES = [*ONE_OF_EACH_KIND.values(), *MORE_POLICIES]
 
 
 def model_of(config: GPTConfig | LlamaConfig, seed: int) -> nn.Module:
@@ -83,7 +83,7 @@ def run(
 # --- Identities -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", TRIED, ids=repr)
+@pytest.mark.parametrize("policy", TRIED_POLICIES, ids=repr)
 def test_a_teacher_that_is_its_own_student_writes_plainly_under_every_policy(
     teacher, policy
 ) -> None:
@@ -142,23 +142,29 @@ def refreshed(
 @torch.no_grad()
 def test_a_refresh_replaces_the_last_entries_and_no_others(teacher, student, window: int) -> None:
     pair, before = refreshed(teacher, student, Periodic(8, window=window))
-    read, kept = KVCache(), 9 + 8 - window
-    teacher(pair.ids, read)
-    for mine, old, its in zip(pair.student_cache.layers, before.layers, read.layers, strict=True):
-        assert torch.equal(mine[..., :kept, :], old[..., :kept, :])
-        close(mine[..., kept:, :], its[..., kept:, :])
-        of_student = mine[..., 9:kept, :]
-        assert window == 8 or not torch.allclose(of_student, its[..., 9:kept, :], atol=1e-2)
+    teacher_cache, first_replaced = KVCache(), 9 + 8 - window
+    teacher(pair.ids, teacher_cache)
+    for student_kv, old_kv, teacher_kv in zip(
+        pair.student_cache.layers, before.layers, teacher_cache.layers, strict=True
+    ):
+        assert torch.equal(student_kv[..., :first_replaced, :], old_kv[..., :first_replaced, :])
+        close(student_kv[..., first_replaced:, :], teacher_kv[..., first_replaced:, :])
+        between = student_kv[..., 9:first_replaced, :]
+        assert window == 8 or not torch.allclose(
+            between, teacher_kv[..., 9:first_replaced, :], atol=1e-2
+        )
     assert pair.teacher_tokens.tolist() == [8, 8]  # what is new; the window doesn't count
 
 
 @torch.no_grad()
 def test_reading_on_top_reads_the_window_over_the_students_own_entries(teacher, student) -> None:
-    pair, mixed = refreshed(teacher, student, parse_policy("windowed:8:3"))
-    mixed.truncate(9 + 8 - 3)
-    teacher(pair.ids[:, -3:], mixed)
-    for mine, its in zip(pair.student_cache.layers, mixed.layers, strict=True):
-        close(mine, its)
+    pair, expected_cache = refreshed(teacher, student, parse_policy("windowed:8:3"))
+    expected_cache.truncate(9 + 8 - 3)
+    teacher(pair.ids[:, -3:], expected_cache)
+    for student_kv, expected_kv in zip(
+        pair.student_cache.layers, expected_cache.layers, strict=True
+    ):
+        close(student_kv, expected_kv)
     assert pair.teacher_tokens.tolist() == [3, 3] and [r.tokens_read for r in pair.refreshes] == [6]
     assert pair.teacher_passes.tolist() == [1, 1]
 
@@ -176,20 +182,20 @@ def test_rows_of_a_batch_are_refreshed_each_on_its_own(teacher, student, gate: G
     together, pair = run(teacher, student, ids, 30, gate)
     assert len({*pair.refresh_count.tolist()}) > 1  # else nothing is shown
     for i in range(len(ids)):
-        alone, one = run(teacher, student, ids[i : i + 1], 30, gate)
+        alone, pair_alone = run(teacher, student, ids[i : i + 1], 30, gate)
         assert torch.equal(alone[0], together[i])
-        assert int(one.refresh_count) == int(pair.refresh_count[i])
-        assert int(one.teacher_tokens) == int(pair.teacher_tokens[i])
+        assert int(pair_alone.refresh_count) == int(pair.refresh_count[i])
+        assert int(pair_alone.teacher_tokens) == int(pair.teacher_tokens[i])
 
 
 def test_unequal_geometry_lets_the_student_read_everything_itself(teacher) -> None:
     other = model_of(replace(teacher.config, n_layer=2, head_dim=8), 3)
-    why = "n_layer 3 against 2, head_dim 16 against 8"
-    assert geometry_difference(teacher, other) == why
+    difference = "n_layer 3 against 2, head_dim 16 against 8"
+    assert geometry_difference(teacher, other) == difference
     ids = prompts(2)
     first, _ = run(teacher, other, ids, 1, Policy())
     rest = torch.cat(list(generate(other, torch.cat([ids, first], 1), 24)), 1)
-    for policy in TRIED:
+    for policy in TRIED_POLICIES:
         new, pair = run(teacher, other, ids, 25, policy)
         assert torch.equal(new, torch.cat([first, rest], 1)), policy
         if isinstance(policy, Periodic):
@@ -273,18 +279,18 @@ def test_the_probe_is_the_divergence_of_the_same_step(teacher, student) -> None:
 def test_dropout_passes_are_those_of_the_model_in_training(student) -> None:
     ids, cache = prompts(2), KVCache()
     plain = student(ids, cache)[:, -1]
-    before, last = cache.clone(), ids[:, -1:]
-    none = dropout_logits(student, last, cache, 3, 0.0)
-    close(none, plain[:, None].expand(-1, 3, -1))
+    before, last_token = cache.clone(), ids[:, -1:]
+    without_dropout = dropout_logits(student, last_token, cache, 3, 0.0)
+    close(without_dropout, plain[:, None].expand(-1, 3, -1))
     torch.manual_seed(5)
-    one = dropout_logits(student, last, cache, 1, 0.2)
+    one_pass = dropout_logits(student, last_token, cache, 1, 0.2)
     shorter = cache.clone()
     shorter.truncate(8)
     torch.manual_seed(5)
     with active_dropout(student, 0.2):
-        close(one, student(last, shorter))
-    many = dropout_logits(student, last, cache, 8, 0.2)
-    assert many.shape == (2, 8, 50) and (logit_variance(many) > 1e-3).all()
+        close(one_pass, student(last_token, shorter))
+    eight_passes = dropout_logits(student, last_token, cache, 8, 0.2)
+    assert eight_passes.shape == (2, 8, 50) and (logit_variance(eight_passes) > 1e-3).all()
     assert len(cache) == 9 and all(map(torch.equal, before.layers, cache.layers))
     assert not student.training and student.drop.p == 0 and student.h[0].attn.dropout == 0
 
@@ -314,7 +320,7 @@ def test_a_teacher_with_nothing_to_read_says_so_and_changes_nothing(teacher, stu
         assert pair.refreshes == [] and int(pair.refresh_count) == 0
 
 
-BAD = {
+BAD_POLICIES = {
     "periodic:8:2": "must have the form periodic:T",
     "periodic:0": "the policy 'periodic:0': must be a whole number of at least 1 and",
     "dropout:0:1": "must be a whole number of at least 2 and",
@@ -323,9 +329,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("text", BAD)
+@pytest.mark.parametrize("text", BAD_POLICIES)
 def test_bad_policies_get_one_sentence(text: str) -> None:
-    with pytest.raises(ValueError, match=BAD[text]):
+    with pytest.raises(ValueError, match=BAD_POLICIES[text]):
         parse_policy(text)
 
 
@@ -341,30 +347,36 @@ def test_a_policys_numbers_are_what_its_name_says() -> None:
 
 @torch.no_grad()
 def published_loop(
-    teacher, student, ids: Tensor, n: int, every: int, window: int | None
+    teacher, student, ids: Tensor, new_tokens: int, every: int, window: int | None
 ) -> list[int]:
     """The source's loop over transformers, with a student that has read the newest token when the cache is spliced."""
     from transformers import DynamicCache
 
-    read = teacher(input_ids=ids, use_cache=True, past_key_values=DynamicCache())
-    teacher_kv, kv = read.past_key_values, DynamicCache()
+    prefilled = teacher(input_ids=ids, use_cache=True, past_key_values=DynamicCache())
+    teacher_kv, student_kv = prefilled.past_key_values, DynamicCache()
     for i, layer in enumerate(teacher_kv.layers):
-        kv.update(layer.keys.clone(), layer.values.clone(), i)
-    out, last = [int(read.logits[0, -1].argmax())], 0
-    while len(out) < n:
-        step = student(input_ids=torch.tensor([out[-1:]]), past_key_values=kv, use_cache=True)
-        logits, t = step.logits[0, -1], len(out)
+        student_kv.update(layer.keys.clone(), layer.values.clone(), i)
+    written, refreshed_at = [int(prefilled.logits[0, -1].argmax())], 0
+    while len(written) < new_tokens:
+        step = student(
+            input_ids=torch.tensor([written[-1:]]), past_key_values=student_kv, use_cache=True
+        )
+        logits, t = step.logits[0, -1], len(written)
         if t % every == 0:
             teacher(
-                input_ids=torch.tensor([out[last:t]]), past_key_values=teacher_kv, use_cache=True
+                input_ids=torch.tensor([written[refreshed_at:t]]),
+                past_key_values=teacher_kv,
+                use_cache=True,
             )
-            k = min(window or every, t - last)
-            for mine, its in zip(kv.layers, teacher_kv.layers, strict=True):
-                mine.keys[:, :, -k:] = its.keys[:, :, -k:]
-                mine.values[:, :, -k:] = its.values[:, :, -k:]
-            last = t
-        out.append(int(logits.argmax()))
-    return out
+            k = min(window or every, t - refreshed_at)
+            for student_layer, teacher_layer in zip(
+                student_kv.layers, teacher_kv.layers, strict=True
+            ):
+                student_layer.keys[:, :, -k:] = teacher_layer.keys[:, :, -k:]
+                student_layer.values[:, :, -k:] = teacher_layer.values[:, :, -k:]
+            refreshed_at = t
+        written.append(int(logits.argmax()))
+    return written
 
 
 @pytest.mark.slow

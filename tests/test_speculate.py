@@ -47,13 +47,13 @@ def student(kind: str) -> nn.Module:
 def test_a_verified_draft_is_the_teachers_own_text(teacher, student, n_prompt: int, k: int) -> None:
     ids = prompts(T=n_prompt)
     expected = torch.cat(list(generate(teacher, ids, 45)), 1)
-    for drafts, draft in [
+    for drafting_model, drafter in [
         (student, draft_by_student),
         (teacher, draft_by_student),
         (student, draft_from_text),
     ]:
-        pair = Pair(teacher, drafts, ids)
-        assert torch.equal(torch.cat(list(speculate(pair, 45, k, draft)), 1), expected)
+        pair = Pair(teacher, drafting_model, ids)
+        assert torch.equal(torch.cat(list(speculate(pair, 45, k, drafter)), 1), expected)
         assert torch.equal(pair.ids[:, n_prompt:], expected)
         assert all(map(torch.equal, pair.teacher_cache.layers, pair.student_cache.layers)), (
             "not the teacher's"
@@ -79,12 +79,12 @@ def test_a_teacher_that_drafts_for_itself_agrees_with_all_of_it(teacher) -> None
 @pytest.mark.parametrize("at", range(8))
 def test_a_stop_token_in_a_draft_ends_text_and_caches(teacher, at: int) -> None:
     plain = [int(token) for token in generate(teacher, prompts(T=9), 8)]
-    pair, n = Pair(teacher, teacher, prompts(T=9)), plain.index(plain[at]) + 1
-    assert [int(token) for token in speculate(pair, 8, 5, stop_id=plain[at])] == plain[:n]
-    assert pair.ids.size(1) == 9 + n > max(len(pair.teacher_cache), len(pair.student_cache)), (
+    pair, length = Pair(teacher, teacher, prompts(T=9)), plain.index(plain[at]) + 1
+    assert [int(token) for token in speculate(pair, 8, 5, stop_id=plain[at])] == plain[:length]
+    assert pair.ids.size(1) == 9 + length > max(len(pair.teacher_cache), len(pair.student_cache)), (
         "not yet written"
     )
-    assert n == 8 or [int(token) for token in speculate(pair, 8 - n, 5)] == plain[n:]
+    assert length == 8 or [int(token) for token in speculate(pair, 8 - length, 5)] == plain[length:]
 
 
 class Parrot(GPT):
@@ -109,13 +109,16 @@ def test_a_draft_is_accepted_so_that_the_teachers_distribution_comes_out() -> No
     q = torch.tensor([[0.2, 0.3, 0.2, 0.3], [0.7, 0.1, 0.1, 0.1]]).double()
     counts, lengths = torch.zeros(3, 4), torch.zeros(3)
     for draft in torch.multinomial(q, draws, replacement=True, generator=generator).T:
-        n, token = accept_draft(p, q, draft, generator)
-        lengths[n] += 1
-        for i, x in enumerate([*draft[:n].tolist(), int(token)]):
-            counts[i, x] += 1
+        accepted, token = accept_draft(p, q, draft, generator)
+        lengths[accepted] += 1
+        for i, written in enumerate([*draft[:accepted].tolist(), int(token)]):
+            counts[i, written] += 1
     assert torch.allclose(counts / counts.sum(1, keepdim=True), p.float(), atol=0.025)
-    a, b = torch.minimum(p[:2], q).sum(1).tolist()  # the share of the first, and of the second
-    assert lengths.div(draws).tolist() == pytest.approx([1 - a, a * (1 - b), a * b], abs=0.025)
+    # The share of the first drafted token that stays, and of the second.
+    first_share, second_share = torch.minimum(p[:2], q).sum(1).tolist()
+    assert lengths.div(draws).tolist() == pytest.approx(
+        [1 - first_share, first_share * (1 - second_share), first_share * second_share], abs=0.025
+    )
 
 
 def test_a_token_without_a_chance_is_never_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,14 +158,14 @@ def test_sampled_texts_have_the_teachers_distribution(draft: Drafter) -> None:
 
 def test_speculation_checks_its_options(teacher, student) -> None:
     shorter = model_of(replace(teacher.config, n_ctx=20), 3)
-    for drafts, B, k, options, words in [
+    for drafting, B, k, options, words in [
         (student, 1, 0, {}, "at least 1 token and 1 text, got 0 and 1"),
         (student, 2, 4, {}, "at least 1 token and 1 text, got 4 and 2"),
         (student, 1, 4, {"temperature": -1.0}, "temperature"),
         (shorter, 1, 4, {}, "context of 20 is shorter than the teacher's, 40"),
     ]:
         with pytest.raises(ValueError, match=words):
-            next(speculate(Pair(teacher, drafts, prompts(B)), 5, k, **options))
+            next(speculate(Pair(teacher, drafting, prompts(B)), 5, k, **options))
 
 
 @pytest.mark.slow
@@ -196,5 +199,5 @@ def test_the_study_has_a_row_for_each_way_and_exact_texts_are_the_teachers(
         exact = not way.startswith("speculative")
         assert rows.figure(way, "same", mode="greedy").value == exact, way
     ways = ("teacher", "speculative:4", "exact:16")
-    found = [rows.figure(way, "passes", mode="greedy").value for way in ways]
-    assert found[:2] == pytest.approx([1000 * 12 / 13, 1000 * 3 / 13]) and found[2] <= found[0]
+    passes = [rows.figure(way, "passes", mode="greedy").value for way in ways]
+    assert passes[:2] == pytest.approx([1000 * 12 / 13, 1000 * 3 / 13]) and passes[2] <= passes[0]

@@ -62,7 +62,7 @@ def fires(signals: Tensor, threshold: float, cooldown: int) -> list[int]:
 class Tracer:
     """A model that computes nothing, but stores what it reads: one layer, one head, head size 1.
 
-    The real generate() and overfill.Pair take it for a GPT. If each token of a text is its own position (ids 0, 1, 2
+    The real generate() and RefreshedPair take it for a GPT. If each token of a text is its own position (ids 0, 1, 2
     ...), slot s of a cache must hold the key s; the value says which model wrote it.
     """
 
