@@ -14,7 +14,6 @@ pays        stored tokens from which reuse pays if one is left to read, in power
 
 import os
 import tempfile
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from load_gpt2_weights import NAMES
 from recycle import Store, prefilled_cache
 from studies.core import Rows, Setting, StudyLine, load_chosen_model, open_rows, points_over, report
 from support.cli import GEOMETRIES
-from support.timing import run_in_turns, time_text
+from support.timing import run_in_turns, time_call, time_text
 
 STORED_PERCENTS = (0, 25, 50, 75, 90, 100)  # of a prompt; 100: all but its last token
 PROMPT_LENGTHS, QUICK_LENGTHS = (64, 128, 256, 512, 1000), (128,)
@@ -62,9 +61,7 @@ def time_prompt(
     if source.from_disk:
         evict_from_page_cache(store.folder)
     prompt = torch.tensor([ids], device=model.wte.weight.device)
-    started = time.perf_counter()
-    cache = store.get(ids) if store else model.new_cache()
-    restore_seconds = time.perf_counter() - started
+    restore_seconds, cache = time_call(lambda: store.get(ids) if store else model.new_cache())
     timed_text = time_text(lambda: generate(model, prompt, new_tokens, cache=cache))
     return (
         restore_seconds,
