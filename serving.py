@@ -86,15 +86,29 @@ def one_at_a_time(model: GPT, prompts: Sequence[list[int]], limits: Sequence[int
 def padded_batch(model: GPT, prompts: Sequence[list[int]], limits: Sequence[int]) -> Served:
     """Serve prompts as one batch, in which every text has the room of the longest and lasts as
     long as the last."""
-    lengths, n_new, device = [*map(len, prompts)], max(limits), model.wte.weight.device
-    longest = max(lengths)
-    cache = PaddedCache(torch.tensor(lengths, device=device)[:, None], n_new)
-    ids = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts], device=device)
-    texts = torch.cat([*generate(model, ids, n_new, cache=cache)], 1).tolist()
-    texts = [text[:limit] for text, limit in zip(texts, limits, strict=True)]
-    n_read = sum(lengths) + sum(limits) - len(limits)  # a text's last token is never read
-    used_bytes = cache.nbytes * n_read // (len(prompts) * (longest + n_new))
-    return Served(texts, cache.nbytes, cache.nbytes - used_bytes)
+    n_new, device = max(limits), model.wte.weight.device
+    batch, lengths = pad_prompts(prompts)
+    cache = PaddedCache(lengths.to(device), n_new)
+    written = torch.cat([*generate(model, batch.to(device), n_new, cache=cache)], 1)
+    return padded_result(written, cache.nbytes, batch.size(1) + n_new, prompts, limits)
+
+
+def pad_prompts(prompts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
+    """Return prompts as one batch (B, T), with zeros before those shorter than the longest, and
+    their lengths (B, 1)."""
+    longest = max(map(len, prompts))
+    batch = [[0] * (longest - len(ids)) + ids for ids in prompts]
+    return torch.tensor(batch), torch.tensor([[len(ids)] for ids in prompts])
+
+
+def padded_result(
+    written: Tensor, nbytes: int, slots: int, prompts: Sequence[list[int]], limits: Sequence[int]
+) -> Served:
+    """Return what serving a padded batch gives, of the tokens (B, n) written after it, and the
+    bytes of its cache, which has so many slots for each text."""
+    texts = [text[:limit] for text, limit in zip(written.tolist(), limits, strict=True)]
+    needed = sum(map(len, prompts)) + sum(limits) - len(limits)  # a text's last token is never read
+    return Served(texts, nbytes, nbytes - nbytes * needed // (len(prompts) * slots))
 
 
 class ServingRecord:

@@ -17,7 +17,7 @@ from benchmarks.runners import Ours, Setup, Transformers
 from benchmarks.words import Figures, render_words
 from gpt_kv_cache import GPT
 from paged import PagedCache, Server
-from serving import ServingRecord, one_at_a_time
+from serving import ServingRecord, one_at_a_time, pad_prompts, padded_result
 from support.tables import Table
 
 BASE, PAGED = "gpt_kv_cache.py, one at a time", "paged.py"
@@ -54,24 +54,23 @@ def serve_in_blocks(model: GPT, prompts: Prompts, limits: TokenLimits) -> Served
 
 def serve_padded(model: Any, prompts: Prompts, limits: TokenLimits) -> Served:
     """Decode all texts as one batch of transformers, in which each is as long as the longest."""
-    width, new = max(map(len, prompts)), max(limits)
-    padding = [width - len(ids) for ids in prompts]
-    rows = [[0] * n + ids for n, ids in zip(padding, prompts, strict=True)]
-    seen = [[0] * n + [1] * (width - n) for n in padding]
-    done = model.generate(
-        torch.tensor(rows, device=model.device),
-        attention_mask=torch.tensor(seen, device=model.device),
-        max_new_tokens=new,
+    n_new = max(limits)
+    batch, lengths = pad_prompts(prompts)
+    width = batch.size(1)
+    mask = torch.arange(width) >= width - lengths
+    output = model.generate(
+        batch.to(model.device),
+        attention_mask=mask.long().to(model.device),
+        max_new_tokens=n_new,
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
         return_dict_in_generate=True,
     )
-    written = done.sequences[:, width:].tolist()
-    texts = [text[:limit] for text, limit in zip(written, limits, strict=True)]
-    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in done.past_key_values.layers)
-    real = sum(map(len, prompts)) + sum(limits) - len(limits)  # a text's last token is never read
-    return texts, held, held - held * real // (len(prompts) * (width + new - 1))
+    layers = output.past_key_values.layers
+    nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+    written = output.sequences[:, width:]
+    return padded_result(written, nbytes, width + n_new - 1, prompts, limits)
 
 
 def serve_continuously(model: Any, prompts: Prompts, limits: TokenLimits) -> Served:
