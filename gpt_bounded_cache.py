@@ -109,10 +109,10 @@ class KVCache:  # NEW
 
     def check(self, held: Tensor, new: Tensor) -> None:  # NEW
         """Raise ValueError if new keys and values (2, B, H, T, D) can't follow the held ones."""
-        have = [*held.shape[1:3], held.size(4), held.dtype, held.device]  # NEW
-        want = [*new.shape[1:3], new.size(4), new.dtype, new.device]  # NEW
-        if have != want:  # NEW
-            raise ValueError(f"a cache for [B, H, D, dtype, device] {have} got {want}")  # NEW
+        expected = [*held.shape[1:3], held.size(4), held.dtype, held.device]  # NEW
+        given = [*new.shape[1:3], new.size(4), new.dtype, new.device]  # NEW
+        if given != expected:  # NEW
+            raise ValueError(f"a cache for [B, H, D, dtype, device] {expected} got {given}")  # NEW
 
     def commit(self, pos: Tensor) -> None:  # NEW
         """Count the tokens at positions pos (T,) as read: what was appended for them now exists."""
@@ -503,14 +503,14 @@ class Slots(Tensors):  # BCT
     values: Tensor  # BCT  (B, H, M, D)
     mass: Tensor | None = None  # BCT  (B, H, M, 1), of the weights; by the rule "sum" there is none
 
-    def written(self, w: Tensor, keep: Tensor, k: Tensor, v: Tensor) -> Slots:  # BCT
-        """Return the slots with T tokens k, v (B, H, T, D) written to them by weights w
+    def written(self, ww: Tensor, keep: Tensor, k: Tensor, v: Tensor) -> Slots:  # BCT
+        """Return the slots with T tokens k, v (B, H, T, D) written to them by weights ww
         (B, H, M, T), once all slots have faded to a share keep (B, H, 1, 1)."""
-        keys = keep * self.keys + w @ k  # BCT  MV = MV' + ww^T wv, wv = [k; v]
-        values = keep * self.values + w @ v  # BCT
+        keys = keep * self.keys + ww @ k  # BCT  MV = MV' + ww^T wv, wv = [k; v]
+        values = keep * self.values + ww @ v  # BCT
         if self.mass is None:  # BCT
             return Slots(keys, values)  # BCT
-        return Slots(keys, values, keep * self.mass + w.sum(dim=3, keepdim=True))  # BCT
+        return Slots(keys, values, keep * self.mass + ww.sum(dim=3, keepdim=True))  # BCT
 
 
 @dataclass  # BCT
@@ -522,9 +522,9 @@ class Tokens(Tensors):  # BCT
     weights: Tensor  # BCT  (B, H, T, M), ww
     log_keep: Tensor  # BCT  (B, H, T, 1), log of the share of the slots that a write keeps
 
-    def then(self, more: Tokens) -> Tokens:  # BCT
+    def then(self, later: Tokens) -> Tokens:  # BCT
         """Return these tokens and those that follow them."""
-        pairs = zip(vars(self).values(), vars(more).values(), strict=True)  # BCT
+        pairs = zip(vars(self).values(), vars(later).values(), strict=True)  # BCT
         return Tokens(*(torch.cat(pair, dim=2) for pair in pairs))  # BCT
 
     def part(self, start: int, end: int) -> Tokens:  # BCT
@@ -646,34 +646,39 @@ class WriteMemory(nn.Module):  # BCT
         """Return for x (B, T, C) the write weights (B, H, T, M), and the log of the share of the
         slots that each write keeps (B, H, T, 1)."""
         B, T, H = *x.shape[:2], self.config.n_head  # BCT
-        query = self.c_query(x).view(B, T, H, -1).transpose(1, 2)  # BCT  wq (B, H, T, D)
-        w = (query @ self.addresses.mT).softmax(dim=-1)  # BCT  ww
+        wq = self.c_query(x).view(B, T, H, -1).transpose(1, 2)  # BCT  (B, H, T, D)
+        ww = (wq @ self.addresses.mT).softmax(dim=-1)  # BCT
         if self.c_gate is None:  # BCT  all of the token is written, and all of the slots kept
-            return w, torch.zeros_like(w[..., :1])  # BCT
+            return ww, torch.zeros_like(ww[..., :1])  # BCT
         step, keep = self.c_gate(x).float().view(B, T, 2, H).permute(2, 0, 3, 1)[..., None]  # BCT
-        return w * step.sigmoid(), F.logsigmoid(keep)  # BCT
+        return ww * step.sigmoid(), F.logsigmoid(keep)  # BCT
 
     def empty(self, x: Tensor) -> tuple[Slots, Tokens]:  # BCT
         """Return what there is before the first token of texts x (B, T, C)."""
-        c, M, D, R = self.config, self.config.slots, self.config.head_dim, self.config.recent  # BCT
+        config, H = self.config, self.config.n_head  # BCT
+        M, D, R = config.slots, config.head_dim, config.recent  # BCT
 
         def zeros(*size: int) -> Tensor:  # BCT
-            return x.new_zeros(len(x), c.n_head, *size, dtype=torch.float32)  # BCT
+            return x.new_zeros(len(x), H, *size, dtype=torch.float32)  # BCT
 
-        slots = Slots(zeros(M, D), zeros(M, D), zeros(M, 1) if c.rule == "mean" else None)  # BCT
-        if c.random_start:  # BCT
-            draws = torch.Generator().manual_seed(0)  # BCT
-            slots.keys.copy_(torch.randn(c.n_head, M, D, generator=draws))  # BCT
-            slots.values.copy_(torch.randn(c.n_head, M, D, generator=draws))  # BCT
+        slots = Slots(zeros(M, D), zeros(M, D))  # BCT
+        if config.rule == "mean":  # BCT
+            slots.mass = zeros(M, 1)  # BCT
+        if config.random_start:  # BCT
+            generator = torch.Generator().manual_seed(0)  # BCT
+            slots.keys.copy_(torch.randn(H, M, D, generator=generator))  # BCT
+            slots.values.copy_(torch.randn(H, M, D, generator=generator))  # BCT
         return slots, Tokens(zeros(R, D), zeros(R, D), zeros(R, M), zeros(R, 1))  # BCT
 
     def check(self, slots: Slots, recent: Tokens, x: Tensor) -> None:  # BCT
         """Raise ValueError if what is held can't serve this layer, or texts x (B, T, C)."""
-        c, rule = self.config, "sum" if slots.mass is None else "mean"  # BCT
-        have = [rule, *slots.keys.shape, recent.k.size(2), slots.keys.device]  # BCT
-        want = [c.rule, len(x), c.n_head, c.slots, c.head_dim, c.recent, x.device]  # BCT
-        if have != want:  # BCT
-            raise ValueError(f"a memory for [rule, B, H, M, D, R, device] {have} got {want}")  # BCT
+        config, rule = self.config, "sum" if slots.mass is None else "mean"  # BCT
+        held = [rule, *slots.keys.shape, recent.k.size(2), slots.keys.device]  # BCT
+        sizes = [config.n_head, config.slots, config.head_dim, config.recent]  # BCT
+        needed = [config.rule, len(x), *sizes, x.device]  # BCT
+        if held != needed:  # BCT
+            kind = "[rule, B, H, M, D, R, device]"  # BCT
+            raise ValueError(f"a memory for {kind} {held} got {needed}")  # BCT
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, memory: BoundedMemory,  # BCT
                 layer: int) -> Tensor:  # BCT
@@ -682,10 +687,10 @@ class WriteMemory(nn.Module):  # BCT
         n, T, R = len(memory), x.size(1), self.config.recent  # BCT
         slots, recent = memory.layers[layer] if n > 0 else self.empty(x)  # BCT
         self.check(slots, recent, x)  # BCT
-        w, log_keep = self.writes(x)  # BCT
+        ww, log_keep = self.writes(x)  # BCT
         if n == 0 and not self.config.write_first:  # BCT
-            w = torch.cat([torch.zeros_like(w[:, :, :1]), w[:, :, 1:]], dim=2)  # BCT
-        new = Tokens(k.float(), v.float(), w.float(), log_keep.float())  # BCT
+            ww = torch.cat([torch.zeros_like(ww[:, :, :1]), ww[:, :, 1:]], dim=2)  # BCT
+        new = Tokens(k.float(), v.float(), ww.float(), log_keep.float())  # BCT
         tokens = recent.then(new)  # BCT  R + T, of which the first T are written
         read = []  # BCT
         for start in range(0, T, self.chunk):  # BCT
@@ -733,7 +738,7 @@ class WriteMemory(nn.Module):  # BCT
         """Return the same for T queries q (B, H, T, D), by two masked products that don't copy the
         slots: while the T queries come, the first T of the R + T tokens leave and are written."""
         D, T, R = q.size(3), q.size(2), self.config.recent  # BCT
-        k, v, w = tokens.k, tokens.v, tokens.weights  # BCT
+        k, v, ww = tokens.k, tokens.v, tokens.weights  # BCT
         i = torch.arange(T, device=q.device)[:, None]  # BCT  query i reads token j,
         j = torch.arange(R + T, device=q.device)  # BCT  or the slots that it was written to
         written = j <= i  # BCT  (T, R + T)
@@ -742,16 +747,18 @@ class WriteMemory(nn.Module):  # BCT
         since = (kept[:, :, :T] - kept.mT).masked_fill(~written, -math.inf).exp()  # BCT  of j, at i
         kept = kept[:, :, :T].exp()  # BCT  (B, H, T, 1), of the slots as they were
         scores = q @ k.mT  # BCT  (B, H, T, R + T)
-        mass = None if slots.mass is None else kept * slots.mass.mT + since @ w  # BCT  (B, H, T, M)
+        mass = None  # BCT
+        if slots.mass is not None:  # BCT
+            mass = kept * slots.mass.mT + since @ ww  # BCT  (B, H, T, M)
         size, log_count = self.counts(mass)  # BCT
-        far = (kept * (q @ slots.keys.mT) + (scores * since) @ w) / size  # BCT  (B, H, T, M)
+        far = (kept * (q @ slots.keys.mT) + (scores * since) @ ww) / size  # BCT  (B, H, T, M)
         far = far / math.sqrt(D) + log_count  # BCT
         near = scores.masked_fill(~recent, -math.inf) / math.sqrt(D)  # BCT  (B, H, T, R + T)
         p = torch.cat([far, near], dim=-1).softmax(dim=-1)  # BCT  (B, H, T, M + R + T)
-        far, near = p[..., : w.size(3)] / size, p[..., w.size(3) :]  # BCT
-        y = (near + since * (far @ w.mT)) @ v + kept * (far @ slots.values)  # BCT  (B, H, T, D)
-        w = (since[:, :, -1:, :T].mT * w[:, :, :T]).mT  # BCT  (B, H, M, T), what is left at last
-        return y, slots.written(w, kept[:, :, -1:], k[:, :, :T], v[:, :, :T])  # BCT
+        far, near = p[..., : ww.size(3)] / size, p[..., ww.size(3) :]  # BCT
+        y = (near + since * (far @ ww.mT)) @ v + kept * (far @ slots.values)  # BCT  (B, H, T, D)
+        ww = (since[:, :, -1:, :T].mT * ww[:, :, :T]).mT  # BCT  (B, H, M, T), what is left at last
+        return y, slots.written(ww, kept[:, :, -1:], k[:, :, :T], v[:, :, :T])  # BCT
 
 
 class MemoryBlock(Block):  # BCT

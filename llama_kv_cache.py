@@ -144,10 +144,10 @@ class KVCache:  # NEW
 
     def check(self, held: Tensor, new: Tensor) -> None:  # NEW
         """Raise ValueError if new keys and values (2, B, H, T, D) can't follow the held ones."""
-        have = [*held.shape[1:3], held.size(4), held.dtype, held.device]  # NEW
-        want = [*new.shape[1:3], new.size(4), new.dtype, new.device]  # NEW
-        if have != want:  # NEW
-            raise ValueError(f"a cache for [B, H, D, dtype, device] {have} got {want}")  # NEW
+        expected = [*held.shape[1:3], held.size(4), held.dtype, held.device]  # NEW
+        given = [*new.shape[1:3], new.size(4), new.dtype, new.device]  # NEW
+        if given != expected:  # NEW
+            raise ValueError(f"a cache for [B, H, D, dtype, device] {expected} got {given}")  # NEW
 
     def commit(self, pos: Tensor) -> None:  # NEW
         """Count the tokens at positions pos (T,) as read: what was appended for them now exists."""
