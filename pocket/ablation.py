@@ -67,7 +67,7 @@ ABLATION = {
 }
 
 
-def ablation(run: Path, path: Path) -> None:
+def ablation(run_folder: Path, figures_path: Path) -> None:
     """Train every row of ABLATION for a few steps from the teacher and write their figures on the split "valid"."""
     tokenizer = load_tokenizer("pocket")
     results = []
@@ -86,6 +86,6 @@ def ablation(run: Path, path: Path) -> None:
 
     measure("full attention", 0, load_model("pocket"))
     for name, recipe in ABLATION.items():
-        model, losses = train(recipe, run / re.sub(r"\W+", "-", name).strip("-"))
+        model, losses = train(recipe, run_folder / re.sub(r"\W+", "-", name).strip("-"))
         measure(name, len(losses), model)
-    write_json(path, results)
+    write_json(figures_path, results)

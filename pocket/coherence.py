@@ -70,18 +70,20 @@ def pattern_of(template: str) -> tuple[re.Pattern[str], list[str]]:
     """Return a pattern of all that a template can become, and the field of each of its groups."""
     fields = []
 
-    def piece(match: re.Match[str]) -> str:
+    def regex_of_piece(match: re.Match[str]) -> str:
         if field := match["field"]:
             fields.append(field.lower())
-            words = FIELDS.get(fields[-1].rpartition(".")[2], ANY)
-            return f"{'an? ' if match['article'] else ''}({words})"
+            field_pattern = FIELDS.get(fields[-1].rpartition(".")[2], ANY)
+            return f"{'an? ' if match['article'] else ''}({field_pattern})"
         if match["loose"]:
             return " ?"
         return {"[": "(?:", "]": ")", "|": "|"}.get(match[0]) or re.escape(match[0])
 
     template = template.replace("{they_said}", f"[{'|'.join(CREATURE_ASIDES[0])}]")
     text = re.sub(
-        r"(?P<article>\ba )?{(?P<field>[\w.]+)}|(?P<loose> (?=\[)|(?<=\]) )|.", piece, template
+        r"(?P<article>\ba )?{(?P<field>[\w.]+)}|(?P<loose> (?=\[)|(?<=\]) )|.",
+        regex_of_piece,
+        template,
     )
     return re.compile(START + text, re.IGNORECASE | re.MULTILINE), fields
 
@@ -126,7 +128,7 @@ class Verdict(NamedTuple):
 
     faults: list[str]
     paid: int
-    right: int
+    paid_as_stated: int
 
 
 def has_wrong_pronoun(statement: Statement, female: dict[str, bool]) -> bool:
@@ -231,9 +233,9 @@ def finish_stories(
 def measure(stories: list[str]) -> dict[str, float]:
     """Return the share of the stories that hold together, the share of the threads that are paid off as they were
     stated, of all that are paid off, and how many those are in a story."""
-    faults, paid, right = zip(*map(judge, stories), strict=True)
+    faults, paid, paid_as_stated = zip(*map(judge, stories), strict=True)
     return {
         "coherent_share": faults.count([]) / len(stories),
-        "paid_share": sum(right) / max(1, sum(paid)),
+        "paid_share": sum(paid_as_stated) / max(1, sum(paid)),
         "paid_per_story": sum(paid) / len(stories),
     }

@@ -27,7 +27,7 @@ def score_answers(
     All tokens of an answer, and the line's end after it, are the model's first choice: then greedy decoding writes it.
     """
     device = model.wte.weight.device
-    nats, right = [], 0
+    nats, correct_count = [], 0
     for question in questions:
         prompt = tokenizer.encode_ordinary(question.prompt)
         answer = tokenizer.encode_ordinary(f" {question.answer}")
@@ -36,8 +36,8 @@ def score_answers(
         nats.append(F.cross_entropy(logits[:-1], torch.tensor(answer), reduction="none"))
         *likeliest, end_token = logits.argmax(-1).tolist()
         line_ends = tokenizer.decode([end_token]).startswith(("\n", "<|endoftext|>"))
-        right += likeliest == answer and line_ends
-    return torch.cat(nats).mean().item(), right / len(questions)
+        correct_count += likeliest == answer and line_ends
+    return torch.cat(nats).mean().item(), correct_count / len(questions)
 
 
 @torch.inference_mode()
@@ -66,13 +66,13 @@ def perplexity(model: nn.Module, tokenizer: Encoding, split: str) -> float:
 
 def list_losses(model: nn.Module, tokenizer: Encoding) -> list[float]:
     """Return the mean loss (nats per token) on 100 lists at the first reading, and at the second."""
-    parts = [], []
+    losses_by_reading = [], []
     for texts in corpus.repeated_lists("test", 100):
         first, second = map(tokenizer.encode_ordinary, texts)
         nats = token_losses(model, first + second)
-        parts[0].append(nats[: len(first) - 1])
-        parts[1].append(nats[len(first) - 1 :])
-    return [torch.cat(part).mean().item() for part in parts]
+        losses_by_reading[0].append(nats[: len(first) - 1])
+        losses_by_reading[1].append(nats[len(first) - 1 :])
+    return [torch.cat(losses).mean().item() for losses in losses_by_reading]
 
 
 def name_losses(model: nn.Module, tokenizer: Encoding) -> tuple[float, float]:

@@ -260,14 +260,16 @@ def schedule(recipe: Recipe) -> list[Step]:
     steps = []
     courses = groupby(recipe.phases, key=lambda phase: (phase.lr, phase.documents > 0))
     for (lr, has_documents), phases in courses:
-        course = [(phase, i) for phase in phases for i in range(phase.steps)]
-        for step, (phase, i) in enumerate(course):
+        course = [
+            (phase, step_of_phase) for phase in phases for step_of_phase in range(phase.steps)
+        ]
+        for step, (phase, step_of_phase) in enumerate(course):
             decay = 1.0
             if has_documents:
                 decay = 0.55 + 0.45 * math.cos(math.pi * step / len(course))
             step_lr = lr * min(1.0, (step + 1) / recipe.warmup) * decay
-            progress = i / phase.steps
-            if any(phase.long) and i % 5 == 4:
+            progress = step_of_phase / phase.steps
+            if any(phase.long) and step_of_phase % 5 == 4:
                 documents, lists, shuffled = phase.long
                 phase = replace(
                     phase,

@@ -56,36 +56,36 @@ def start_as_copier(model: GPT) -> None:
     P, n = C // 3 // 2 * 2, D // 2
     W = C - 2 * n - P  # of the content
     position, content = slice(0, P), slice(P, P + W)
-    back = slice(C - 2 * n, C - n), slice(C - n, C)
+    looking_back = slice(C - 2 * n, C - n), slice(C - n, C)
     project = torch.randn(W, n) / math.sqrt(W)
 
     frequency = 1000.0 ** -torch.linspace(0, 1, P // 2)
     angle = torch.arange(model.config.n_ctx)[:, None] * frequency
-    quiet_parts(model, (position, *back))
+    quiet_parts(model, (position, *looking_back))
     model.wpe.weight *= 0.1
     model.wpe.weight[:, position] = 0.25 * torch.cat([angle.sin(), angle.cos()], dim=1)
 
     first_layer, i = weights_by_head(model, 0), torch.arange(n)
     sin, cos = i, i + P // 2  # of the n highest frequencies: they tell neighbours apart
     for head in (0, 1):
-        query, key, value, write = (part[head].zero_() for part in first_layer)
-        turn = (head + 1) * frequency[:n]
+        query, key, value, output = (part[head].zero_() for part in first_layer)
+        rotation_angle = (head + 1) * frequency[:n]
         key[sin, i] = 2.5
         key[cos, n + i] = 2.5
-        query[sin, i] = 2.5 * turn.cos()  # sin(p - t) = sin p cos t - cos p sin t
-        query[cos, i] = -2.5 * turn.sin()
-        query[cos, n + i] = 2.5 * turn.cos()  # cos(p - t) = cos p cos t + sin p sin t
-        query[sin, n + i] = 2.5 * turn.sin()
+        query[sin, i] = 2.5 * rotation_angle.cos()  # sin(p - t) = sin p cos t - cos p sin t
+        query[cos, i] = -2.5 * rotation_angle.sin()
+        query[cos, n + i] = 2.5 * rotation_angle.cos()  # cos(p - t) = cos p cos t + sin p sin t
+        query[sin, n + i] = 2.5 * rotation_angle.sin()
         value[content, :n] = project
-        write[:n, back[head]] = 0.5 * torch.eye(n)
+        output[:n, looking_back[head]] = 0.5 * torch.eye(n)
 
-    query, key, value, write = (part[0].zero_() for part in weights_by_head(model, 1))
+    query, key, value, output = (part[0].zero_() for part in weights_by_head(model, 1))
     query[content, :n] = 4 * project
-    key[back[0], :n] = 4 * torch.eye(n)
-    query[back[0], n:D] = 2 * torch.eye(n)
-    key[back[1], n:D] = 2 * torch.eye(n)
+    key[looking_back[0], :n] = 4 * torch.eye(n)
+    query[looking_back[0], n:D] = 2 * torch.eye(n)
+    key[looking_back[1], n:D] = 2 * torch.eye(n)
     value[content, :n] = project
-    write[:n, content] = 1.5 * project.t()
+    output[:n, content] = 1.5 * project.t()
 
 
 @torch.no_grad()
@@ -102,33 +102,33 @@ def start_llama_as_copier(model: Llama) -> None:
     n = D // 2  # pairs of a head
     W = C - 2 * n - 1  # of the content
     content = slice(0, W)
-    back = slice(W, W + n), slice(W + n, W + 2 * n)
+    looking_back = slice(W, W + n), slice(W + n, W + 2 * n)
     project = torch.randn(W, n) / math.sqrt(W)
     fast = torch.arange(D) % n < n // 2  # numbers i and n + i are a pair
 
-    quiet_parts(model, back)
+    quiet_parts(model, looking_back)
     model.wte.weight[:, -1] = 0.5  # the constant
 
-    query, key, value, write = weights_by_head(model, 0)
-    for weights in (query[:2], key[0], value[0], write[:2]):
+    query, key, value, output = weights_by_head(model, 0)
+    for weights in (query[:2], key[0], value[0], output[:2]):
         weights.zero_()
     key[0, -1, fast] = 1.0
     value[0, content, :n] = project
     for head in (0, 1):
-        ahead = rotation(torch.tensor([-1 - head]), config)
-        query[head, -1] = rotate(key[0, -1].view(1, 1, 1, D), ahead).flatten()
-        write[head, :n, back[head]] = 0.5 * torch.eye(n)
+        rotation_ahead = rotation(torch.tensor([-1 - head]), config)
+        query[head, -1] = rotate(key[0, -1].view(1, 1, 1, D), rotation_ahead).flatten()
+        output[head, :n, looking_back[head]] = 0.5 * torch.eye(n)
 
-    query, key, value, write = weights_by_head(model, 1)
-    searches = (content, 4 * project), (back[0], 4 * torch.eye(n))
-    for shared, (part, matrix) in enumerate(searches):
+    query, key, value, output = weights_by_head(model, 1)
+    searches = (content, 4 * project), (looking_back[0], 4 * torch.eye(n))
+    for shared, (width_part, matrix) in enumerate(searches):
         head = shared * config.n_head // config.n_kv_head  # the first of the group
-        for weights in (query[head], key[shared], value[shared], write[head]):
+        for weights in (query[head], key[shared], value[shared], output[head]):
             weights.zero_()
-        query[head, part, ~fast] = matrix
-        key[shared, back[shared], ~fast] = 4 * torch.eye(n)
+        query[head, width_part, ~fast] = matrix
+        key[shared, looking_back[shared], ~fast] = 4 * torch.eye(n)
         value[shared, content, :n] = project
-        write[head, :n, content] = 0.75 * project.t()
+        output[head, :n, content] = 0.75 * project.t()
 
 
 @torch.no_grad()

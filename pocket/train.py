@@ -108,14 +108,14 @@ def main(argv: list[str] | None = None) -> None:
             folder = TOKENIZER.parent if args.out is None else args.out
             train_tokenizer(folder / TOKENIZER.name)
         elif args.action == "ablation":
-            out, run = folders(args.out, "bct")
-            ablation(run, out / "ablation.json")
+            result_folder, run_folder = folders(args.out, "bct")
+            ablation(run_folder, result_folder / "ablation.json")
         else:
             recipe = recipe_of(args)
-            out, run = folders(args.out, recipe.name)
-            model, losses = train(recipe, run)
+            result_folder, run_folder = folders(args.out, recipe.name)
+            model, losses = train(recipe, run_folder)
             if RANK == 0:
-                finish(recipe, model.cpu(), losses, out)
+                finish(recipe, model.cpu(), losses, result_folder)
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -22,7 +22,7 @@ from support.fingerprints import fingerprint
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # torchrun says so
 
 
-def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, list[float]]:
+def train(recipe: Recipe, run_folder: Path, stop_at: int | None = None) -> tuple[GPT, list[float]]:
     """Train by the recipe and return the model and the loss of every step (nats per token).
 
     The state is kept in run/last.pt, and a run that finds one goes on from there. Raises ValueError if it
@@ -37,7 +37,7 @@ def train(recipe: Recipe, run: Path, stop_at: int | None = None) -> tuple[GPT, l
     # one after the other: none is kept in memory
     origins = (load_model(name, model_class=GPT) for name in (recipe.init, recipe.begin) if name)
     identity = "; ".join([repr(recipe), *map(fingerprint, origins)])
-    state_path = run / "last.pt"
+    state_path = run_folder / "last.pt"
     saved_state = None
     if state_path.exists():
         saved_state = read_state(state_path)

@@ -17,14 +17,14 @@ PINNED = {
 
 
 def digest(split: str) -> str:
-    told = [(d.kind, d.text) for d in corpus.documents(split, 200)]
-    asked = corpus.closed_book_questions(split) + corpus.recall_questions(split, 30)
-    asked += corpus.explain_questions(split, 10)
-    told += [(q.prompt, q.answer) for q in asked]
-    told += corpus.repeated_lists(split, 10)
+    texts = [(d.kind, d.text) for d in corpus.documents(split, 200)]
+    questions = corpus.closed_book_questions(split) + corpus.recall_questions(split, 30)
+    questions += corpus.explain_questions(split, 10)
+    texts += [(q.prompt, q.answer) for q in questions]
+    texts += corpus.repeated_lists(split, 10)
     for families in (corpus.story_families(split, 5), corpus.notes_families(split, 5)):
-        told += [(q.prompt, q.answer) for family in families for q in family]
-    return hashlib.sha256(repr(told).encode()).hexdigest()
+        texts += [(q.prompt, q.answer) for family in families for q in family]
+    return hashlib.sha256(repr(texts).encode()).hexdigest()
 
 
 @pytest.mark.parametrize("split", corpus.SPLITS)

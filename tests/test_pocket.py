@@ -20,7 +20,7 @@ STUDENTS = ["student", *(f"student-{kind}" for kind in recipes.KINDS[1:])]
 CLASSES = {"bct": BCT, "llama": None}
 
 
-def made(name: str) -> torch.nn.Module:
+def shipped_model(name: str) -> torch.nn.Module:
     """The shipped model of a folder, in the class of its recipe."""
     return load_model(str(FOLDER / name), model_class=CLASSES.get(name, GPT))
 
@@ -31,13 +31,13 @@ def figures_of(name: str) -> dict:
 
 def recipe_of(name: str) -> Recipe:
     """The recipe of a shipped model."""
-    what, _, kind = name.partition("-")
+    family, _, kind = name.partition("-")
     plain = recipes.TEACHER.config
-    if what == "student":
+    if family == "student":
         return recipes.pruning("pocket", plain, None, kind or recipes.KINDS[0])
-    if what == "llama":
+    if family == "llama":
         return recipes.LLAMA
-    if what == "bct":
+    if family == "bct":
         return recipes.distillation("pocket", plain, **recipes.MEMORY)
     return recipes.TEACHER
 
@@ -49,15 +49,15 @@ def tokenizer():
 
 @pytest.mark.parametrize("name", ["teacher", "llama"])
 def test_transformers_computes_the_same(name: str, tokenizer) -> None:
-    auto = pytest.importorskip("transformers").AutoModelForCausalLM
-    theirs = auto.from_pretrained(FOLDER / name, dtype=torch.float32).eval()
-    model = made(name)
+    model_class = pytest.importorskip("transformers").AutoModelForCausalLM
+    reference = model_class.from_pretrained(FOLDER / name, dtype=torch.float32).eval()
+    model = shipped_model(name)
     ids = torch.tensor([tokenizer.encode_ordinary(corpus.document("test", 0).text)])
     with torch.no_grad():
-        torch.testing.assert_close(model(ids), theirs(ids).logits, atol=1e-3, rtol=1e-4)
+        torch.testing.assert_close(model(ids), reference(ids).logits, atol=1e-3, rtol=1e-4)
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    new = theirs.generate(ids[:, :20], max_new_tokens=60, **options)
-    assert [*map(int, generate(model, ids[:, :20], 60))] == new[0, 20:].tolist()
+    generated = reference.generate(ids[:, :20], max_new_tokens=60, **options)
+    assert [*map(int, generate(model, ids[:, :20], 60))] == generated[0, 20:].tolist()
 
 
 @pytest.mark.parametrize("name", ["teacher", "llama", "bct"])
@@ -68,8 +68,8 @@ def test_names_come_from_the_prompt(name: str, tokenizer) -> None:
     texts = []
     for person in ("Halek", "Zanav"):
         ids = torch.tensor([tokenizer.encode_ordinary(prompt.format(person, person))])
-        new = write(made(name), ids, 120, stop_id=tokenizer.eot_token)
-        texts.append(tokenizer.decode([*map(int, new)]))
+        generated = write(shipped_model(name), ids, 120, stop_id=tokenizer.eot_token)
+        texts.append(tokenizer.decode([*map(int, generated)]))
     assert "Halek" in texts[0] and "Zanav" in texts[1] and "Halek" not in texts[1]
 
 
@@ -87,7 +87,7 @@ def test_the_models_are_small_enough() -> None:
 def test_shipped_models_are_those_of_their_recipes_figures_and_cards(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe, model, figures = recipe_of(name), made(name), figures_of(name)
+    recipe, model, figures = recipe_of(name), shipped_model(name), figures_of(name)
     assert model.config == replace(recipe.config, dropout=0.0)
     config = read_json(FOLDER / name / "config.json")
     assert config.get("resid_pdrop", 0.0) == recipe.config.dropout
@@ -97,8 +97,8 @@ def test_shipped_models_are_those_of_their_recipes_figures_and_cards(
     parts = checkpoints.model_card(recipe, model, figures).split("\0")
     assert all(part in card for part in parts) and (len(parts) > 1 or parts == [card])
     names = {"README.md", "config.json", "figures.json", "loss.png", "model.safetensors"}
-    more = {"teacher": {"tokenizer.tiktoken"}, "bct": {"ablation.json"}}.get(name, set())
-    assert {path.name for path in (FOLDER / name).iterdir()} == names | more
+    extra_names = {"teacher": {"tokenizer.tiktoken"}, "bct": {"ablation.json"}}.get(name, set())
+    assert {path.name for path in (FOLDER / name).iterdir()} == names | extra_names
 
 
 def test_bct_beats_windows_of_equal_bytes() -> None:
@@ -106,7 +106,9 @@ def test_bct_beats_windows_of_equal_bytes() -> None:
     for other in ("window", "sinks"):
         for figure in ("perplexity", "recall_nats"):
             assert figures["bct"][figure] < figures[other][figure]
-    assert figures["window"]["tokens"] == evaluation.window_of_equal_bytes(made("bct").config)
+    assert figures["window"]["tokens"] == evaluation.window_of_equal_bytes(
+        shipped_model("bct").config
+    )
 
 
 @pytest.mark.slow
@@ -115,12 +117,12 @@ def test_recorded_figures_are_those_of_the_weights(name: str, tokenizer) -> None
     figures = figures_of("bct").get(name) or figures_of(name)
     if name in ("window", "sinks"):
         sinks = 4 * (name == "sinks")
-        kind = evaluation.windowed(figures["tokens"] - sinks, sinks)
-        model = load_model("pocket", model_class=kind)
+        model_class = evaluation.windowed(figures["tokens"] - sinks, sinks)
+        model = load_model("pocket", model_class=model_class)
     else:
-        model = made(name)
-    found = evaluation.perplexity(model, tokenizer, "test")
-    assert found == pytest.approx(figures["perplexity"], rel=1e-3)
+        model = shipped_model(name)
+    perplexity = evaluation.perplexity(model, tokenizer, "test")
+    assert perplexity == pytest.approx(figures["perplexity"], rel=1e-3)
     _, share = evaluation.score_answers(model, tokenizer, corpus.recall_questions("test", 300))
     assert share == pytest.approx(figures["recall_share"], abs=0.01)
     lists = evaluation.list_losses(model, tokenizer)
@@ -131,8 +133,8 @@ def test_recorded_figures_are_those_of_the_weights(name: str, tokenizer) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STUDENTS)
 def test_recorded_divergences_are_those_of_the_students(name: str, tokenizer) -> None:
-    found = evaluation.divergences(load_model("pocket"), made(name), tokenizer)
-    assert found == pytest.approx(figures_of(name)["kl"], rel=1e-2)
+    divergences = evaluation.divergences(load_model("pocket"), shipped_model(name), tokenizer)
+    assert divergences == pytest.approx(figures_of(name)["kl"], rel=1e-2)
 
 
 @pytest.mark.slow
@@ -141,6 +143,6 @@ def test_a_bct_goes_on_past_the_context_as_well_as_before(tokenizer) -> None:
     tokens = tokenizer.encode(texts, allowed_special="all")[: 16 * N_CTX]
     ids = torch.tensor(tokens).view(4, 4 * N_CTX)
     with torch.no_grad():
-        logits = made("bct")(ids, BoundedMemory())[:, :-1].transpose(1, 2)
+        logits = shipped_model("bct")(ids, BoundedMemory())[:, :-1].transpose(1, 2)
     nats = torch.nn.functional.cross_entropy(logits, ids[:, 1:], reduction="none")
     assert nats[:, 2 * N_CTX :].mean() < nats[:, :N_CTX].mean() + 0.2

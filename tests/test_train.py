@@ -66,7 +66,7 @@ def recipe_of(what: str, teacher: str, steps: int = 3, **options: object) -> Rec
     return replace(recipe, documents=60, warmup=2)
 
 
-def begun(recipe: Recipe) -> tuple[nn.Module, nn.Module]:
+def models_at_start(recipe: Recipe) -> tuple[nn.Module, nn.Module]:
     """The model as training begins, and its teacher."""
     return starts.initial_models(recipe, batches.Corpus(recipe), CPU)
 
@@ -189,7 +189,7 @@ def test_command_line_refuses_what_makes_no_sense(
     assert ran.code == 2 and said in ran.err.splitlines()[-1] and not out.exists()
 
 
-def saved(state: object) -> bytes:
+def saved_bytes(state: object) -> bytes:
     file = io.BytesIO()
     torch.save(state, file)
     return file.getvalue()
@@ -199,9 +199,9 @@ def saved(state: object) -> bytes:
     "content",
     [
         b"not a state",
-        saved({"losses": [0.5] * 1000})[:-300],
-        saved({"recipe": Path}),  # code
-        saved([1]),
+        saved_bytes({"losses": [0.5] * 1000})[:-300],
+        saved_bytes({"recipe": Path}),  # code
+        saved_bytes([1]),
     ],
     ids=["text", "cut", "code", "list"],
 )
@@ -239,19 +239,19 @@ def text() -> batches.Corpus:
 def test_the_batches_of_shipped_models_are_pinned(name: str, text: batches.Corpus) -> None:
     recipe = test_pocket.recipe_of(name)
     steps, _ = recipes.steps_and_tokens(recipe)
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for step in [*(step for step in STEPS if step < steps), steps - 1]:
         batch = batches.batch_at(recipe, step, text)
         share = (batch.weights / batch.weights.max()).round(decimals=3)
         for part in (batch.rows, batch.before, batch.segments, share):
-            found.update(part.contiguous().numpy().tobytes())
-        found.update(f"{recipes.schedule(recipe)[step].lr:.9f}".encode())
-    assert found.hexdigest() == PINNED[name]
+            digest.update(part.contiguous().numpy().tobytes())
+        digest.update(f"{recipes.schedule(recipe)[step].lr:.9f}".encode())
+    assert digest.hexdigest() == PINNED[name]
 
 
 def test_every_second_step_reads_on_after_another_text(teacher: str) -> None:
     recipe = recipe_of("bct", teacher, **MEMORY)
-    model, plain = begun(recipe)
+    model, plain = models_at_start(recipe)
     text, read = batches.Corpus(recipe), []
     model.register_forward_pre_hook(
         lambda _, inputs: read.append((inputs[0], torch.is_grad_enabled()))
@@ -299,7 +299,7 @@ def test_the_llama_is_the_teacher_in_size_and_in_what_it_reads() -> None:
 
 
 def test_a_distillation_starts_as_its_teacher(teacher: str) -> None:
-    model, plain = begun(recipe_of("bct", teacher, slots=5, recent=32))
+    model, plain = models_at_start(recipe_of("bct", teacher, slots=5, recent=32))
     ids = ids_of(3, 32)
     assert not any(parameter.requires_grad for parameter in plain.parameters())  # frozen
     with torch.no_grad():  # as long as no token leaves the recent ones
@@ -307,7 +307,7 @@ def test_a_distillation_starts_as_its_teacher(teacher: str) -> None:
 
 
 def test_a_student_keeps_the_heads_and_the_most_active_of_the_rest(teacher: str) -> None:
-    c = recipe_of("segments", teacher).config
+    config = recipe_of("segments", teacher).config
     plain = load_model(teacher, model_class=GPT)
     loud, quiet = list(range(3, 19)), [0, 1, 2, *range(19, 24)]
     with torch.no_grad():  # of the hidden dimensions 8 hardly show, of layer 1's neurons 40
@@ -315,31 +315,33 @@ def test_a_student_keeps_the_heads_and_the_most_active_of_the_rest(teacher: str)
             for norm in (block.ln_1, block.ln_2):
                 norm.weight[quiet], norm.bias[quiet] = 1e-3, 0.0
         plain.h[1].mlp.c_fc.weight[:, :40], plain.h[1].mlp.c_fc.bias[:40] = 0.0, -20.0
-    model = starts.prune(plain, c, ids_of(4, 32))
-    kept, whole = model.h[1], plain.h[1]
+    model = starts.prune(plain, config, ids_of(4, 32))
+    student_layer, teacher_layer = model.h[1], plain.h[1]
     assert torch.equal(model.wte.weight, plain.wte.weight[:, loud])
-    assert torch.equal(kept.attn.c_attn.weight, whole.attn.c_attn.weight[loud])
-    assert torch.equal(kept.mlp.c_proj.weight, whole.mlp.c_proj.weight[40:][:, loud])
+    assert torch.equal(student_layer.attn.c_attn.weight, teacher_layer.attn.c_attn.weight[loud])
+    assert torch.equal(
+        student_layer.mlp.c_proj.weight, teacher_layer.mlp.c_proj.weight[40:][:, loud]
+    )
     assert_same(starts.prune(plain, PLAIN, ids_of(4, 32)), plain)  # nothing is cut
 
 
 def test_a_student_reads_the_teachers_cache_up_to_its_segment(teacher: str) -> None:
-    model, plain = begun(recipe_of("segments", teacher))
+    model, plain = models_at_start(recipe_of("segments", teacher))
     model.eval()
     ids = ids_of(2, 32)
     start = torch.stack([torch.arange(32) // 8 * 8, torch.arange(32) * 0])
     cache = KVCache()
-    close = {"atol": 1e-4, "rtol": 1e-4}
+    tolerance = {"atol": 1e-4, "rtol": 1e-4}
     with torch.no_grad():
         plain(ids, cache)
         logits = model(ids, recipes.SegmentCache(cache, start))
-        torch.testing.assert_close(logits[1], model(ids)[1], **close)  # its own cache only
+        torch.testing.assert_close(logits[1], model(ids)[1], **tolerance)  # its own cache only
         for t in (0, 7, 8, 20, 31):  # one token at a time, on what a refresh leaves
-            taken = cache.clone()
-            taken.truncate(t // 8 * 8)
-            taken.layers = [kv[:, :1] for kv in taken.layers]
-            one = model(ids[:1, t // 8 * 8 : t + 1], taken)[0, -1]
-            torch.testing.assert_close(logits[0, t], one, **close)
+            taken_over = cache.clone()
+            taken_over.truncate(t // 8 * 8)
+            taken_over.layers = [kv[:, :1] for kv in taken_over.layers]
+            expected = model(ids[:1, t // 8 * 8 : t + 1], taken_over)[0, -1]
+            torch.testing.assert_close(logits[0, t], expected, **tolerance)
 
 
 # --- Figures and files
@@ -349,14 +351,14 @@ def test_a_student_reads_the_teachers_cache_up_to_its_segment(teacher: str) -> N
 def test_answers_agrees_with_greedy_decoding() -> None:
     model, tokenizer = load_model("pocket"), load_tokenizer("pocket")
     questions = corpus.recall_questions("valid", 20) + corpus.closed_book_questions("valid")[::60]
-    right = 0
+    correct_count = 0
     for question in questions:
         ids = torch.tensor([tokenizer.encode_ordinary(question.prompt)])
-        new = generate(model, ids, 20, stop_id=tokenizer.eot_token)
-        line = tokenizer.decode([t.item() for t in new]).split("\n")[0]
-        right += line.removesuffix("<|endoftext|>") == f" {question.answer}"
+        generated = generate(model, ids, 20, stop_id=tokenizer.eot_token)
+        line = tokenizer.decode([t.item() for t in generated]).split("\n")[0]
+        correct_count += line.removesuffix("<|endoftext|>") == f" {question.answer}"
     share = evaluation.score_answers(model, tokenizer, questions)[1]
-    assert share == pytest.approx(right / len(questions))
+    assert share == pytest.approx(correct_count / len(questions))
 
 
 def test_export_writes_what_load_model_reads(tmp_path: Path) -> None:
