@@ -253,21 +253,28 @@ class Step(NamedTuple):
     lr: float
 
 
-@cache
 def schedule(recipe: Recipe) -> list[Step]:
-    """Return all steps of a recipe. Consecutive phases of the same lr are a course: a linear warm-up and, with
-    documents, a cosine to a tenth."""
+    """Return all steps of a recipe."""
+    return steps_of(recipe.phases, recipe.warmup, recipe.config.n_ctx)
+
+
+@cache
+def steps_of(phases: tuple[Phase, ...], warmup: int, n_ctx: int) -> list[Step]:
+    """Return all steps of some phases; those with long rows read n_ctx tokens in each.
+
+    Consecutive phases of the same lr are a course: a linear warm-up and, with documents, a cosine to a tenth.
+    """
     steps = []
-    courses = groupby(recipe.phases, key=lambda phase: (phase.lr, phase.documents > 0))
-    for (lr, has_documents), phases in courses:
-        course = [
-            (phase, step_of_phase) for phase in phases for step_of_phase in range(phase.steps)
-        ]
+    courses = groupby(phases, key=lambda phase: (phase.lr, phase.documents > 0))
+    for (lr, has_documents), phases_of_course in courses:
+        course = []
+        for phase in phases_of_course:
+            course += [(phase, step_of_phase) for step_of_phase in range(phase.steps)]
         for step, (phase, step_of_phase) in enumerate(course):
             decay = 1.0
             if has_documents:
                 decay = 0.55 + 0.45 * math.cos(math.pi * step / len(course))
-            step_lr = lr * min(1.0, (step + 1) / recipe.warmup) * decay
+            step_lr = lr * min(1.0, (step + 1) / warmup) * decay
             progress = step_of_phase / phase.steps
             if any(phase.long) and step_of_phase % 5 == 4:
                 documents, lists, shuffled = phase.long
@@ -276,7 +283,7 @@ def schedule(recipe: Recipe) -> list[Step]:
                     documents=documents,
                     lists=lists,
                     shuffled=shuffled,
-                    context=recipe.config.n_ctx,
+                    context=n_ctx,
                 )
             steps.append(Step(phase, progress, step_lr))
     return steps
