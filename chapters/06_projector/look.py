@@ -21,58 +21,64 @@ from studies.projection.ways import divergence
 from support.regression import ridge
 from support.tables import table
 
-QUESTIONS, OTHERS, PENALTY = 24, 40, 0.01  # asked; more, for their queries; of the ridge in leak()
+QUESTIONS = 24  # asked
+BANK_PROMPTS = 40  # of training, for their queries
+PENALTY = 0.01  # of the ridge in leak()
 
 
 def summaries(model: GPT, tokenizer: tiktoken.Encoding) -> None:
     """Print KL of the first token after questions, on summary tokens of three prompts and by these prompts' logits."""
 
-    def exact(question: corpus.Question) -> Prefill:
+    def prefill_of(question: corpus.Question) -> Prefill:
         return prefill(model, tokenizer.encode(question.prompt))
 
-    def bank(layout: Layout) -> Tensor:
-        return torch.cat(
-            [tail_queries(model, other, layout.tail) for other in others], 2
-        )  # (L, H, OTHERS, D)
+    def query_bank(layout: Layout) -> Tensor:
+        queries = [tail_queries(model, prompt, layout.tail) for prompt in bank_prompts]
+        return torch.cat(queries, 2)  # (L, H, BANK_PROMPTS, D)
 
     families = corpus.quiz_families("test")
-    others = [exact(family[0]) for family in corpus.quiz_families("train")[:OTHERS]]
-    layouts = {layout: bank(layout) for layout in (Layout(1), Layout(32))}
-    kl: dict[str, list[Tensor]] = {}  # of each way, a row a question
+    bank_families = corpus.quiz_families("train")[:BANK_PROMPTS]
+    bank_prompts = [prefill_of(family[0]) for family in bank_families]
+    banks = {layout: query_bank(layout) for layout in (Layout(1), Layout(32))}
+    kl: dict[str, list[Tensor]] = {}  # by stored prompt, a row a question
     for i, family in enumerate(families[:QUESTIONS]):
-        kind = family[0].family.split(":")[1::2]  # such as a town's river
-        another = next(
-            f
-            for f in families[i + 1 :] + families
-            if f[0].family.split(":")[1::2] == kind and f != family
-        )
-        asked = exact(family[2])
+        asked = prefill_of(family[2])
+        other_family = next_of_kind(family, families[i + 1 :] + families)
         for name, question in (
             ("the prompt itself", family[2]),
             ("the same in other words", family[1]),
-            ("of another town or animal", another[2]),
+            ("of another town or animal", other_family[2]),
         ):
-            source, row = exact(question), []
-            for layout, queries in layouts.items():
-                kv = summarize(measure_segments(model, source, layout, queries))  # (L, 2, H, m, D)
+            stored, row = prefill_of(question), []
+            for layout, bank in banks.items():
+                kv = summarize(measure_segments(model, stored, layout, bank))  # (L, 2, H, m, D)
                 warm = cache_of_summary(model, kv, layout.tail_position(len(asked.ids)))
-                row.append(
-                    divergence(asked.logits, model(torch.tensor([asked.ids[-1:]]), warm)[0, -1])
-                )
-            kl.setdefault(name, []).append(
-                torch.stack([*row, divergence(asked.logits, source.logits)])
-            )
+                logits = model(torch.tensor([asked.ids[-1:]]), warm)[0, -1]
+                row.append(divergence(asked.logits, logits))
+            row.append(divergence(asked.logits, stored.logits))
+            kl.setdefault(name, []).append(torch.stack(row))
     print(
         f"{QUESTIONS} questions: mean KL of the first token in nats, and how many have at most 0.05\n"
     )
-    lines = []
+    table_rows = []
     for name, rows in kl.items():
-        found = torch.stack(rows)  # (QUESTIONS, 3)
-        cells = zip(found.mean(0).tolist(), (found <= 0.05).sum(0).tolist(), strict=True)
-        lines.append([name, *(f"{mean:.2f}, {n:>2}" for mean, n in cells)])
-    print(
-        table(["on what is left of", "one summary token", "32 summary tokens", "its logits"], lines)
-    )
+        nats = torch.stack(rows)  # (QUESTIONS, 3)
+        columns = zip(nats.mean(0).tolist(), (nats <= 0.05).sum(0).tolist(), strict=True)
+        table_rows.append([name, *(f"{mean:.2f}, {good_count:>2}" for mean, good_count in columns)])
+    header = ["on what is left of", "one summary token", "32 summary tokens", "its logits"]
+    print(table(header, table_rows))
+
+
+Family = list[corpus.Question]
+
+
+def next_of_kind(family: Family, candidates: list[Family]) -> Family:
+    """Return the first other family that asks for the same kind of fact, such as a town's river."""
+    kind = family[0].family.split(":")[1::2]
+    for candidate in candidates:
+        if candidate != family and candidate[0].family.split(":")[1::2] == kind:
+            return candidate
+    raise ValueError(f"no other family asks for a {' '.join(kind)}")
 
 
 def leak(model: GPT, tokenizer: tiktoken.Encoding) -> None:
@@ -80,26 +86,27 @@ def leak(model: GPT, tokenizer: tiktoken.Encoding) -> None:
     with prompts held out, and with families held out."""
     families = [family[:4] for family in corpus.quiz_families("train", header=0)[:100]]
     prompts = [(i, question.prompt) for i, family in enumerate(families) for question in family]
-    x = torch.stack(
-        [prefill(model, tokenizer.encode(text)).hidden for _, text in prompts]
-    )  # (N, C)
+    family_numbers = [i for i, _ in prompts]
+    hidden = [prefill(model, tokenizer.encode(text)).hidden for _, text in prompts]
+    x = torch.stack(hidden)  # (N, C)
     lots = torch.randn(len(families), generator=torch.Generator().manual_seed(0))
-    y = torch.stack([lots[i] for i, _ in prompts])[:, None]  # (N, 1)
+    y = lots[family_numbers][:, None]  # (N, 1)
     print(
         f"{len(prompts)} prompts of {len(families)} families; share of the variance that is explained\n"
     )
-    for name, key in (
+    for name, groups in (
         ("prompts held out", range(len(prompts))),
-        ("families held out", [i for i, _ in prompts]),
+        ("families held out", family_numbers),
     ):
-        order = sorted(set(key))
+        order = sorted(set(groups))
         random.Random(0).shuffle(order)
         chosen = {*order[: len(order) // 3]}
-        held_out = torch.tensor([i in chosen for i in key])
+        held_out = torch.tensor([group in chosen for group in groups])
         mean = x[~held_out].mean(0)
-        w = ridge(x[~held_out] - mean, y[~held_out], PENALTY).float()
-        rest = (x[held_out] - mean) @ w - y[held_out]
-        print(f"{name:>18}: {float(1 - rest.square().mean() / y[held_out].var()):6.0%}")
+        weight = ridge(x[~held_out] - mean, y[~held_out], PENALTY).float()
+        residual = (x[held_out] - mean) @ weight - y[held_out]
+        explained = 1 - residual.square().mean() / y[held_out].var()
+        print(f"{name:>18}: {float(explained):6.0%}")
 
 
 def main() -> None:
