@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from support.files import write_text
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 
 
 class Trace:
@@ -43,7 +43,7 @@ class Trace:
         self.title, self.tokenizer, self.n_ctx, self.path = title, tokenizer, n_ctx, path
         self.context_start = context_start  # where the context begins without a cache
         self.ids: list[int] = []
-        self.start = self.fed = 0
+        self.start = self.first_fed = 0
         self.reused: tuple[int, int] | None = None
         self.steps: list[dict[str, Any]] = []
         # the tokens whose entries in the student's cache are a teacher's
@@ -58,11 +58,11 @@ class Trace:
         for layer in sorted({round(i * (len(model.h) - 1) / 5) for i in range(6)}):
             attention = getattr(model.h[layer], "memory", model.h[layer].attn)  # BCT's, or GPT-2's
 
-            def note(module: nn.Module, args: tuple, layer: int = layer) -> None:
+            def keep_arguments(module: nn.Module, args: tuple, layer: int = layer) -> None:
                 if not module.training:
                     self.calls[layer] = module, args
 
-            self.watched[layer] = attention.register_forward_pre_hook(note)
+            self.watched[layer] = attention.register_forward_pre_hook(keep_arguments)
 
     def begin(self, ids: Sequence[int], reused: int = 0) -> None:
         """Begin with ids, of which a cache holds the first `reused`; or go on with them: they begin with the text so
@@ -71,8 +71,8 @@ class Trace:
         while [*ids[: len(self.ids) - forgotten]] != self.ids[forgotten:]:
             forgotten += 1
         self.ids[forgotten:] = ids
-        self.start, self.fed = forgotten, forgotten + reused
-        self.reused = (self.start, self.fed) if reused else None
+        self.start, self.first_fed = forgotten, forgotten + reused
+        self.reused = (self.start, self.first_fed) if reused else None
 
     def step(self, token: int, cache: Any = None) -> None:
         """Record that a token was written, with the cache, or the pair of models, as it is now."""
@@ -81,7 +81,7 @@ class Trace:
             start = first_fed = self.context_start(n, self.n_ctx)
         else:
             start = n - int(cache.positions(1))
-            first_fed = self.fed if start == self.start else start
+            first_fed = self.first_fed if start == self.start else start
         fed = first_fed, n
         step: dict[str, Any] = {"n": n, "start": start, "fed": fed, "bytes": 0}
         step["events"] = events = []
@@ -111,7 +111,7 @@ class Trace:
             restarted = start != self.start or not self.steps
             self.record_teacher(step, fits, refreshes, restarted)
         self.steps.append(step)
-        self.start, self.fed = start, n
+        self.start, self.first_fed = start, n
         self.ids.append(token)
 
     def record_teacher(
@@ -142,14 +142,14 @@ class Trace:
         calls, self.calls = self.calls, {}
         for _, (module, args) in sorted(calls.items()):
             if "mass" in step:
-                shares, slots = bct_weights(module, args, cache)
+                shares, slots = bct_attention_shares(module, args, cache)
                 step.setdefault("memory", []).append(round(1000 * slots))
             else:
                 q, k, _, *mask = args
                 T = q.size(2)
                 if "sinks" in step and 1 < T < step["n"] - step["start"]:
                     return  # a chunk read by a ring that held tokens: its keys weren't in the order of the slots
-                shares = weights(q, k, *mask)
+                shares = attention_shares(q, k, *mask)
                 if "slots" in step and len(shares) == T:  # the keys are the tokens fed, in order
                     shares = shares[[index - step["n"] for index in step["slots"]]]
             thousandths = [round(1000 * share) for share in shares.tolist()]
@@ -169,22 +169,22 @@ class Trace:
 
 def write_page(path: Path, title: str, data: dict[str, Any], template: str) -> None:
     """Write a template's page with data, which its script plays."""
-    before, after = (HERE / template).read_text(encoding="utf-8").split("null /* data */")
+    before, after = (FOLDER / template).read_text(encoding="utf-8").split("null /* data */")
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     page = before.replace("TITLE", html.escape(title)) + text + after
     write_text(path, page)
 
 
-def weights(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
+def attention_shares(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the attention (S,) of the last query in q (B, H, T, D) to keys k (B, H, S, D): the first text's mean over
     heads. If the values are an identity matrix, attention returns its weights."""
-    last = None if mask is None else mask[..., -1:, :]
+    last_row = None if mask is None else mask[..., -1:, :]
     identity = torch.eye(k.size(2), dtype=k.dtype, device=k.device).expand(*k.shape[:3], -1)
-    read = F.scaled_dot_product_attention(q[:, :, -1:], k, identity, last, enable_gqa=True)
-    return read[0].mean(dim=0)[0]
+    shares = F.scaled_dot_product_attention(q[:, :, -1:], k, identity, last_row, enable_gqa=True)
+    return shares[0].mean(dim=0)[0]
 
 
-def bct_weights(memory: Any, args: tuple, cache: Any) -> tuple[Tensor, float]:
+def bct_attention_shares(memory: Any, args: tuple, cache: Any) -> tuple[Tensor, float]:
     """Return a BCT's: those of the tokens that it holds as they are, and the sum of those of its slots. The state after
     a pass is what its last query has read."""
     _, q, *_, layer = args
@@ -192,5 +192,5 @@ def bct_weights(memory: Any, args: tuple, cache: Any) -> tuple[Tensor, float]:
     M, R = slots.keys.size(2), recent.k.size(2)
     n_empty = max(0, R - len(cache))
     k, _, mask = memory.readable(slots, recent, n_empty)
-    shares = weights(q.float(), k, mask)
+    shares = attention_shares(q.float(), k, mask)
     return shares[M + n_empty :], float(shares[:M].sum())
