@@ -20,28 +20,30 @@ STORED = "This is the story of Varbert of Foxham, where people buy barley bread,
 ASKED = f"{STORED} It began one sunny afternoon."
 
 
-def prefix(model: GPT, tokenizer: tiktoken.Encoding) -> None:
+def print_prefix_distances(model: GPT, tokenizer: tiktoken.Encoding) -> None:
     """Print by how much keys and values at equal positions differ in two texts that differ in one token."""
-    a, b = (
+    stored, asked = (
         tokenizer.encode(f"Halek lives in {town}, by the river") for town in ("Pellam", "Tolben")
     )
-    for name, ids in (("stored", a), ("asked", b)):
+    for name, ids in (("stored", stored), ("asked", asked)):
         print(f"{name:<8}" + "".join(f"{tokenizer.decode([i]):>9}" for i in ids))
-    for layer, (x, y) in enumerate(
-        zip(prefilled_cache(model, a).layers, prefilled_cache(model, b).layers, strict=True)
-    ):
-        x, y = (kv.movedim(3, 0).flatten(1) for kv in (x, y))  # (S, 2 * B * H * D)
-        apart = (x - y).norm(dim=1) / x.norm(dim=1)
-        print(f"layer {layer} " + "".join(f"{share:>9.0%}" for share in apart))
+    layers = zip(
+        prefilled_cache(model, stored).layers, prefilled_cache(model, asked).layers, strict=True
+    )
+    for layer, pair in enumerate(layers):
+        # (S, 2 * B * H * D)
+        stored_kv, asked_kv = (kv.movedim(3, 0).flatten(1) for kv in pair)
+        distances = (stored_kv - asked_kv).norm(dim=1) / stored_kv.norm(dim=1)
+        print(f"layer {layer} " + "".join(f"{share:>9.0%}" for share in distances))
 
 
-def published(model: GPT, tokenizer: tiktoken.Encoding) -> None:
+def print_published_calls(model: GPT, tokenizer: tiktoken.Encoding) -> None:
     """Print what three ways of answering feed to the model, at which positions, and what they write."""
     ids, stored = tokenizer.encode(ASKED), tokenizer.encode(STORED)
     k = len(stored)
-    fed: list[tuple[list[int], list[int]]] = []
+    passes: list[tuple[list[int], list[int]]] = []
     hook = model.register_forward_pre_hook(
-        lambda _, args: fed.append((args[0][0].tolist(), positions(*args[:2])))
+        lambda _, args: passes.append((args[0][0].tolist(), positions_of(*args[:2])))
     )
 
     def ways() -> Iterator[tuple[str, Iterator[Tensor]]]:
@@ -58,24 +60,25 @@ def published(model: GPT, tokenizer: tiktoken.Encoding) -> None:
         )
 
     print(f"{len(ids)} tokens, the first {k} of them stored")
-    for name, tokens in ways():
-        fed.clear()
+    for way, tokens in ways():
+        passes.clear()
         text = tokenizer.decode([int(token) for token in tokens])
-        read, at = fed[0]
+        first_fed, first_positions = passes[0]
         print(
-            f"\n{name}: reads {len(read)} at positions {at[0]} to {at[-1]}: {tokenizer.decode(read[-8:])!r}\n"
+            f"\n{way}: reads {len(first_fed)} at positions {first_positions[0]} to "
+            f"{first_positions[-1]}: {tokenizer.decode(first_fed[-8:])!r}\n"
             f"  {text!r}"
         )
     hook.remove()
 
 
-def positions(ids: Tensor, cache: KVCache) -> list[int]:
+def positions_of(ids: Tensor, cache: KVCache) -> list[int]:
     return cache.positions(ids.size(1)).tolist()
 
 
 def main() -> None:
     torch.set_grad_enabled(False)
-    {"prefix": prefix, "published": published}[sys.argv[1]](
+    {"prefix": print_prefix_distances, "published": print_published_calls}[sys.argv[1]](
         load_model("pocket", model_class=GPT), load_tokenizer("pocket")
     )
 

@@ -28,14 +28,14 @@ def longest(stored: Sequence[Sequence[int]], ids: Sequence[int]) -> tuple[int, i
     possible, but never all of ids, since logits need a token to feed. Part of a stored text may be reused. If nothing
     can be, the number is 0 and the index doesn't matter."""
     # exercise 5.1
-    best, most = 0, 0
+    best_index, most_shared = 0, 0
     for i, text in enumerate(stored):
-        n = 0
-        while n < min(len(text), len(ids) - 1) and text[n] == ids[n]:
-            n += 1
-        if n > most:
-            best, most = i, n
-    return best, most
+        shared = 0
+        while shared < min(len(text), len(ids) - 1) and text[shared] == ids[shared]:
+            shared += 1
+        if shared > most_shared:
+            best_index, most_shared = i, shared
+    return best_index, most_shared
 
 
 @torch.no_grad()
@@ -50,8 +50,8 @@ def answer(
     """
     # exercise 5.2
     texts = list(store)
-    best, reused = longest(texts, ids)
-    cache = store[texts[best]].clone() if reused else KVCache()
+    index, reused = longest(texts, ids)
+    cache = store[texts[index]].clone() if reused else KVCache()
     cache.truncate(reused)
     text = list(ids)
     for _ in range(n):
@@ -66,8 +66,8 @@ def published_call(k: int, T: int) -> tuple[list[int], list[int]]:
     T (at least 1) more are given: the indices in the whole text, from 0, of the tokens that it feeds; and the positions
     at which it reads them."""
     # exercise 5.3
-    first = k if k < T else T - 1  # of the new tokens
-    return list(range(k + first, k + T)), list(range(first, T))
+    first_fed = k if k < T else T - 1  # of the new tokens
+    return list(range(k + first_fed, k + T)), list(range(first_fed, T))
 
 
 def break_even(read: float, fixed: float, token_bytes: int, bandwidth: float) -> int | None:
@@ -117,24 +117,24 @@ def load(file: Path, model: GPT, ids: Sequence[int]) -> KVCache:
     if not file.exists():
         return KVCache()
     try:
-        with safe_open(file, framework="pt") as opened:
-            about = opened.metadata() or {}
-            tensors = {name: opened.get_tensor(name) for name in ("kv", "ids")}
-        if about.get("fingerprint") != fingerprint(model):
+        with safe_open(file, framework="pt") as handle:
+            metadata = handle.metadata() or {}
+            tensors = {name: handle.get_tensor(name) for name in ("kv", "ids")}
+        if metadata.get("fingerprint") != fingerprint(model):
             raise ValueError("it is of another model")
-        if about.get("checksum") != _checksum(tensors):
+        if metadata.get("checksum") != _checksum(tensors):
             raise ValueError("it is damaged")
-        stored = tensors["ids"].tolist()
+        stored_ids = tensors["ids"].tolist()
     except UNREADABLE as error:
         warnings.warn(f"{file} is not used: {error}", stacklevel=2)
         return KVCache()
-    _, n = longest([stored], ids)
-    if not n:
+    _, reused = longest([stored_ids], ids)
+    if not reused:
         return KVCache()
     layers = [
-        layer[:, None, :, :n].to(model.wte.weight.device) for layer in tensors["kv"]
+        layer[:, None, :, :reused].to(model.wte.weight.device) for layer in tensors["kv"]
     ]  # (2, 1, H, n, D)
-    return KVCache(layers, torch.arange(n, device=layers[0].device))
+    return KVCache(layers, torch.arange(reused, device=layers[0].device))
 
 
 def _checksum(tensors: dict[str, Tensor]) -> str:
