@@ -48,6 +48,12 @@ def test_a_policy_a_cache_and_a_claim_are_there_once_their_lines_are(copy: Path)
 
 
 @pytest.mark.slow
+def test_the_house_has_room_for_all_of_them(copy: Path) -> None:
+    ran = shell(copy, "python3 -m pytest -q tests/test_house.py")
+    assert re.search(r"^\d+ passed", ran, re.M), ran
+
+
+@pytest.mark.slow
 def test_an_exercise_fails_until_it_is_written(copy: Path) -> None:
     file = copy / "chapters" / "05_recycling" / "README.md"
     text, rows = file.read_text("utf-8"), r"\1 2 |\n| 5.6 | the share that is unread | 1 |"
