@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -18,6 +17,7 @@ from pocket import coherence, corpus
 from pocket.evaluation import measure
 from pocket.recipes import TEACHER, Recipe, steps_and_tokens
 from pocket.tokenizer import TOKENIZER
+from support.blocks import environment
 from support.figures import write_figure
 from support.files import read_json, write_atomically, write_json, write_text
 
@@ -118,13 +118,7 @@ def model_card(recipe: Recipe, model: torch.nn.Module, figures: dict) -> str:
         fields |= {"closed_book": len(known), "samples": samples, "stories": stories}
     elif recipe.kind == "llama":
         fields["known"] = read_json(find_file("pocket", "figures.json"))
-    template = jinja2.Template(
-        (HERE / "card.md.jinja").read_text("utf-8"),
-        trim_blocks=True,
-        keep_trailing_newline=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    return template.render(fields)
+    return environment(HERE).get_template("card.md.jinja").render(fields)
 
 
 def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> None:
