@@ -25,7 +25,7 @@ def write_gpt2(path: Path, n_layer: int) -> str:
 
 
 def assert_agreement(name: str) -> None:
-    found = weights.agreement(name, "cpu", torch.float32, 20)
+    found = weights.compare_lecture_files(name, "cpu", torch.float32, 20)
     assert len(found) == 3 and all(same and apart < 1e-4 for same, apart in found.values())
 
 
@@ -35,8 +35,8 @@ def test_three_files_agree_and_a_fault_in_one_is_seen(
     assert_agreement(str(write_llama(tmp_path / "llama")))
     assert_agreement(name := write_gpt2(tmp_path / "weights", 2))
     way, forgets = "gpt_bounded_cache.py", lambda n_ctx: gpt_bounded_cache.SlidingWindowCache(4)
-    monkeypatch.setitem(weights.WAYS, way, (gpt_bounded_cache, forgets))
-    assert weights.agreement(name, "cpu", torch.float32, 20)[way][1] > 1e-3
+    monkeypatch.setitem(weights.LECTURE_FILES, way, (gpt_bounded_cache, forgets))
+    assert weights.compare_lecture_files(name, "cpu", torch.float32, 20)[way][1] > 1e-3
 
 
 @pytest.mark.slow
@@ -44,7 +44,7 @@ def test_the_whole_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    monkeypatch.setattr(weights, "DIALOGUE", write_gpt2(tmp_path / "DialoGPT", 3))
+    monkeypatch.setattr(weights, "DIALOGUE_MODEL", write_gpt2(tmp_path / "DialoGPT", 3))
     weights.main(["--model", write_gpt2(tmp_path / "tiny", 2), "--quick", "--out", str(out)])
     assert "3 layers" in (out / "recycling" / "reduced.jsonl").read_text(encoding="utf-8")
     assert '{"kind": "capitals"' in (out / "projection" / "reduced.jsonl").read_text(
@@ -54,7 +54,9 @@ def test_the_whole_record(
 
 
 def test_files_that_disagree_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "agreement", lambda *_: {"gpt_kv_cache.py": (False, 1.0)})
+    monkeypatch.setattr(
+        weights, "compare_lecture_files", lambda *_: {"gpt_kv_cache.py": (False, 1.0)}
+    )
     ran = run(weights.main, "--quick", "--out", tmp_path)
     refused(ran, "write different texts")
     assert " NO " in ran.out
