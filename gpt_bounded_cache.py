@@ -847,7 +847,7 @@ def main(argv: list[str] | None = None) -> None:
         with torch.no_grad():
             model(ids[:, :1])  # a process's first pass is slow, and would be counted as prefill
         if args.memory is None:  # RING
-            from memories import compare_memories  # RING
+            from demos.memories import compare_memories  # RING
 
             return compare_memories(args, ids)  # RING
         sinks = 4 if args.memory == "sinks" else 0  # RING

@@ -462,7 +462,7 @@ def serve(
 
 
 def main(argv: list[str] | None = None) -> None:
-    import serving
+    from demos import serving
     from load_gpt2_weights import NAMES, load_model, load_tokenizer
     from support.cli import CommandLine, whole_number
     from support.files import read_text

@@ -15,9 +15,9 @@ from benchmarks.contenders import measure_floors, time_in_ms
 from benchmarks.processes import run_in_processes
 from benchmarks.runners import Ours, Setup, Transformers
 from benchmarks.words import Figures, render_words
+from demos.serving import ServingRecord, one_at_a_time, pad_prompts, padded_result
 from gpt_kv_cache import GPT
 from paged import PagedCache, Server
-from serving import ServingRecord, one_at_a_time, pad_prompts, padded_result
 from support.tables import Table
 
 BASE, PAGED = "gpt_kv_cache.py, one at a time", "paged.py"

@@ -15,14 +15,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 GPT_FILES = ["gpt_baseline", "gpt_kv_cache", "gpt_bounded_cache", "llama_kv_cache"]
 METHODS = ["recycle", "projector", "pair", "overfill", "speculate", "paged", "compress"]
-DEMOS = ["memories", "serving"]
 FLOORS = [
     ["support"],
     GPT_FILES,
     ["load_gpt2_weights"],
     ["pocket"],
     METHODS,
-    DEMOS,
+    ["demos"],
     ["studies", "benchmarks"],
     ["chapters"],
 ]
@@ -51,8 +50,7 @@ RECORDS = {
     "load_gpt2_weights.py": 3709,
     "overfill.py": 3395,
     "pair.py": 829,
-    "memories.py": 652,
-    "serving.py": 2255,
+    "demos": 2907,
     "paged.py": 3623,
     "recycle.py": 3084,
     "compress.py": 2772,

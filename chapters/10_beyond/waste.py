@@ -12,10 +12,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
+from demos.serving import ServingRecord, prompts_of
 from gpt_kv_cache import GPT, GPTConfig
 from load_gpt2_weights import load_model, load_tokenizer
 from paged import PagedCache, Server
-from serving import ServingRecord, prompts_of
 from support.tables import table
 
 

@@ -27,9 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from demos.memories import Memory, memories_of
 from gpt_bounded_cache import context_start
 from load_gpt2_weights import load_tokenizer
-from memories import Memory, memories_of
 from pocket import corpus
 from pocket.evaluation import score_answers, token_losses
 from studies.core import Rows, Setting, run_study

@@ -29,10 +29,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import compress
+from demos.memories import Memory
 from gpt_bounded_cache import BCT
 from gpt_kv_cache import GPT, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
-from memories import Memory
 from pocket import corpus
 from pocket.evaluation import held_out_rows, score_answers
 from studies.core import Rows, run_study

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from torch import nn
 
+from demos.memories import Memory
 from gpt_bounded_cache import GPT, BCTConfig, GPTConfig, SlidingWindowCache
-from memories import Memory
 from pocket.evaluation import window_of_equal_bytes, windowed
 from pocket.recipes import MEMORY, Phase, Recipe, steps_and_tokens
 from pocket.tokenizer import TOKENIZER, VOCABULARY
