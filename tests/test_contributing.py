@@ -49,7 +49,7 @@ def test_a_policy_a_cache_and_a_claim_are_there_once_their_lines_are(copy: Path)
 
 @pytest.mark.slow
 def test_the_house_has_room_for_all_of_them(copy: Path) -> None:
-    ran = shell(copy, "python3 -m pytest -q tests/test_house.py")
+    ran = shell(copy, "python3 -m pytest tests/test_house.py")
     assert re.search(r"^\d+ passed", ran, re.M), ran
 
 
