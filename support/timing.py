@@ -41,12 +41,14 @@ def time_text(
 def run_in_turns(
     runs: dict[Hashable, Callable[[int], Any]], turns: int
 ) -> dict[Hashable, list[Any]]:
-    """Return what each run, given the turn, returns in each: all take turns, after one turn that
-    warms up and doesn't count, so that what disturbs the machine disturbs all of them."""
+    """Return what each run, given the turn, returns in each. All take turns, so that what disturbs the
+    machine disturbs all of them, and each turn begins with another one; a turn that doesn't count warms up."""
+    for run in runs.values():
+        run(0)
     results = {name: [] for name in runs}
-    for turn in range(-1, turns):
-        for name, run in runs.items():
-            result = run(max(turn, 0))
-            if turn >= 0:
-                results[name].append(result)
+    order = [*runs]
+    for turn in range(turns):
+        for name in order:
+            results[name].append(runs[name](turn))
+        order.append(order.pop(0))
     return results

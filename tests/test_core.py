@@ -193,8 +193,8 @@ def test_the_table_has_a_line_a_way_by_its_name(rows: Rows) -> None:
 def test_ways_take_turns_after_one_that_warms_up() -> None:
     calls: list[tuple[str, int]] = []
     runs = {name: lambda turn, name=name: calls.append((name, turn)) or len(calls) for name in "ab"}
-    assert run_in_turns(runs, 2) == {"a": [3, 5], "b": [4, 6]}
-    assert calls == [("a", 0), ("b", 0), ("a", 0), ("b", 0), ("a", 1), ("b", 1)]
+    assert run_in_turns(runs, 2) == {"a": [3, 6], "b": [4, 5]}
+    assert calls == [("a", 0), ("b", 0), ("a", 0), ("b", 0), ("b", 1), ("a", 1)]
 
 
 def test_nothing_is_shown_where_what_the_trial_needs_does_not_hold(rows: Rows) -> None:
