@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> None:
         if not args.figures:
             return
         for path in (ROOT / "studies" / "recycling").glob("replay_*.csv"):
-            replaying.draw(path)
+            replaying.draw_hit_rates(path)
         for study in itertools.chain(*SOURCES.values()):
             draw_figures(Rows(study), ROOT / "studies" / study)
 
