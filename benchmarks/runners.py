@@ -27,6 +27,7 @@ from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model, read_tensors
 from pocket.checkpoints import export
 from support.files import import_file, read_json
+from support.layout import order_for_decoding
 
 NO_LIMIT = 1 << 20  # tokens to write: the caller stops
 
@@ -109,7 +110,7 @@ class RandomBCT(Ours):
         super().__init__(setup, gpt_bounded_cache)
         state = self.model.state_dict()
         config = gpt_bounded_cache.BCTConfig(**vars(self.model.config), slots=24, recent=8)
-        self.model = gpt_bounded_cache.BCT(config).eval().to(setup.device)
+        self.model = order_for_decoding(gpt_bounded_cache.BCT(config)).eval().to(setup.device)
         self.model.load_state_dict(state, strict=False)
 
 
@@ -339,7 +340,7 @@ TRANSFORMERS = {
     "transformers, DynamicCache": Transformers,
     "transformers, StaticCache": partial(Transformers, is_static=True),
 }
-CONTENDERS = {  # each is made of a Where
+CONTENDERS = {  # each is made of a Setup
     UNCACHED: partial(Ours, module=gpt_baseline),
     BASE: Ours,
     "gpt_bounded_cache.py, preallocated": partial(bounded, window=NO_LIMIT),

@@ -30,6 +30,7 @@ from gpt_bounded_cache import (
     SlidingWindowCache,
 )
 from studies.core import Rows, run_study
+from support.layout import order_for_decoding
 from support.timing import run_in_turns
 
 LENGTHS, TURNS = (128, 1000, 4000, 16000), 5
@@ -86,10 +87,10 @@ def measure(rows: Rows, quick: bool) -> None:
     geometry_name, geometry, slots = QUICK if quick else FULL
     geometry = geometry | {"n_ctx": max(LENGTHS) + DECODED_TOKENS + 1}
     torch.manual_seed(0)
-    plain = GPT(GPTConfig(**geometry)).eval()
+    plain = order_for_decoding(GPT(GPTConfig(**geometry))).eval()
     caches = {"growing": (plain, growing_cache), "preallocated": (plain, preallocated_cache)}
     for slot_count in slots:
-        bct = BCT(BCTConfig(**geometry, slots=slot_count)).eval()
+        bct = order_for_decoding(BCT(BCTConfig(**geometry, slots=slot_count))).eval()
         caches[f"bct:{slot_count}"] = bct, bct_memory
     rows.set_model_conditions(
         f"{geometry_name}, random weights",

@@ -71,6 +71,7 @@ from studies.projection.ways import (
     pocket_families,
     read_pairs,
 )
+from support.layout import order_for_decoding
 from support.statistics import area_under_roc, bootstrap, ratio_of_sums, rouge_l, wilson_interval
 from support.timing import run_in_turns
 from support.tokenizers import END_OF_TEXT
@@ -312,7 +313,8 @@ def measure_lengths(rows: Rows, turns: int) -> None:
     setting = {"model": "124M"}
     if not rows.ways_due(["mapped"], "saved", **setting):
         return
-    model, encoder, m = load_model("random:124M"), GPT(MINILM_CONFIG).eval(), PROPOSED.m
+    model, m = load_model("random:124M"), PROPOSED.m
+    encoder = order_for_decoding(GPT(MINILM_CONFIG)).eval()
     rows.set_model_conditions("GPT-2 124M, random weights", model, f"turns: {turns}")
     config, embeddings = model.config, torch.randn(LIBRARY_SIZE, MINILM_CONFIG.n_embd)
     summaries = torch.zeros(2, config.n_layer, 2, config.n_head, m, config.head_dim)

@@ -78,8 +78,7 @@ class Trial:
     """The experiment with one model: how a prompt is answered, and what is stored."""
 
     def __init__(self, recycler: Recycler, tests: Sequence[str], max_new_tokens: int) -> None:
-        """tests: the prompts to answer; n: new tokens. Raises ValueError if a prompt leaves no room
-        for the answer."""
+        """tests: the prompts to answer. Raises ValueError if one leaves no room for the answer."""
         self.recycler, self.tests, self.max_new_tokens = recycler, tests, max_new_tokens
         self.lengths = prompt_lengths(recycler, tests, max_new_tokens)
 

@@ -58,6 +58,7 @@ from recycle import read_prompts
 from studies.core import Rows, Setting, StudyLine, matching_ways, open_rows, points_over, report
 from support.chat import as_question
 from support.conditions import random_model
+from support.layout import order_for_decoding
 from support.statistics import area_under_roc, kl
 from support.timing import TimedText, run_in_turns, time_text
 
@@ -334,7 +335,7 @@ def add_times(texts: Texts, ways: Sequence[str], prompt_count: int, turns: int) 
 
 
 def add_read_times(texts: Texts, timed_runs: dict[str, list]) -> None:
-    """Append the times of the teacher's passes over k new tokens, of what times() found."""
+    """Append the times of the teacher's passes over k new tokens, of what add_times() measured."""
     read_ms = {}
     for way, runs in timed_runs.items():
         policy = texts.policy_of(way, "sampled")
@@ -430,7 +431,8 @@ def measure_at_size(rows: Rows, quick: bool) -> None:
     student narrowed as pocket's is."""
     size, new_tokens, turns = ("2x2x64", 70, 1) if quick else ("355M", 260, 5)
     teacher = random_model(GPT, size)
-    student = GPT(pruning("pocket", teacher.config, 1, "segments").config).eval()
+    student_config = pruning("pocket", teacher.config, 1, "segments").config
+    student = order_for_decoding(GPT(student_config)).eval()
     ids = torch.randint(50257, (1, 64), generator=torch.Generator().manual_seed(0))
     setting = {"model": "355M", "tokens": 260}
     texts = Texts(
