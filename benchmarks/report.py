@@ -159,7 +159,7 @@ def inverse_spread(ratios: Sequence[float]) -> list[float]:
 
 
 def slowdowns_table(without: Figures, lengths: Sequence[int]) -> Table:
-    """Return how many times as long all takes without each choice, from ablation()."""
+    """Return how many times as long all takes without each choice, from slowdowns()."""
     header, rows = ["without"], {name: [name] for name in without}
     for phase, label in (("decode", "a token after"), ("first", "first token of")):
         for T in lengths:
