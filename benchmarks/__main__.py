@@ -44,7 +44,7 @@ NARROW_HEAD_DIM = 8  # head size of the model whose steps are nearly all overhea
 
 
 def weights_folder(model: str) -> AbstractContextManager[Path]:
-    """Return a folder in Hugging Face format: of a known model, or of random weights of one of SIZES or SMOLLM."""
+    """Return a folder in Hugging Face format: of a known model, or of random weights of one of SIZES or LLAMA_GEOMETRY."""
     if model == LLAMA_GEOMETRY:
         torch.manual_seed(0)
         return exported(Llama(LlamaConfig(n_ctx=1024)))

@@ -174,7 +174,7 @@ def measure_requests(
 
 
 def figures_of_turns(turns: list[Figures], base_turns: list[Figures], tokens: int) -> Figures:
-    """Return the figures of a contender that wrote so many tokens in each turn; base: the turns of BASE."""
+    """Return the figures of a contender that wrote so many tokens in each turn; base_turns: those of BASE."""
     seconds = [turn["seconds"] for turn in turns]
     pairs = [*zip(base_turns, turns, strict=True)]
     return {

@@ -55,7 +55,7 @@ H100 = (
 
 
 def decode_seconds(shape: Shape, bandwidth: float, tokens: int, batch: int = 1) -> float:
-    """Return the minimum seconds of a step for `batch` texts of `tokens` tokens each, at `read` bytes per second."""
+    """Return the minimum seconds of a step for `batch` texts of `tokens` tokens each, by the bytes read per second."""
     weight_bytes = (shape.parameters - shape.unread) * shape.nbytes
     return (weight_bytes + batch * tokens * shape.token_bytes) / bandwidth
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 def assert_close(
     actual: Tensor, expected: Tensor, what: str, axes: Sequence[str] = (), tolerance: float = 1e-4
 ) -> None:
-    """Fail unless two tensors are equal, but for `size` of the expected number and as much again; axes names theirs."""
+    """Fail unless two tensors are equal, but for `tolerance` of the expected number and as much again; axes: their
+    names."""
     __tracebackhide__ = True
     shapes = f"shape {tuple(actual.shape)}, must be {tuple(expected.shape)}"
     assert actual.shape == expected.shape, f"{what}: {shapes}"

@@ -34,8 +34,7 @@ def export(
     dtype: torch.dtype = torch.float16,
     end_token: int | None = None,
 ) -> None:
-    """Write config.json and model.safetensors in Hugging Face format; end: the token that ends a text, by default the
-    last."""
+    """Write config.json and model.safetensors in Hugging Face format. end_token: which ends a text, by default the last."""
     to_public = llama_format if isinstance(model, Llama) else gpt2_format
     fields, tensors = to_public(model)
     if end_token is None:

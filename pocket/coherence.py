@@ -1,7 +1,7 @@
 """Do the stories that a model writes hold together? Read them back with the corpus's own sentences.
 
 A story of the corpus is made of templates that share one set of values. Its threads are details that it states early
-and needs again at its end: who owns the mug, the colour of the door, how many crates (see THREADS in
+and needs again at its end: who owns the mug, the colour of the door, how many crates (see STATEMENTS in
 sentences/stories.py). Every template becomes a pattern here; what the patterns find in a story is compared. A story
 holds together if it has none of these faults:
 

@@ -14,7 +14,7 @@ QUESTION_FORMS = {
 
 
 def as_question(text: str, tokenizer: tiktoken.Encoding) -> str:
-    """Return a question in the form that a model expects. Raises ValueError if it has none of FORMS."""
+    """Return a question in the form that a model expects. Raises ValueError if it has none of QUESTION_FORMS."""
     for token, form in QUESTION_FORMS.items():
         if token in tokenizer.special_tokens_set:
             return form.format(text)

@@ -1,4 +1,4 @@
-"""studies/recall/study.py and lengths.py: the task, the memory in both readings, a run that goes on, and verdicts."""
+"""studies/recall/study.py and lengths/study.py: the task, the memory in both readings, a run that goes on, and verdicts."""
 
 import math
 from pathlib import Path

@@ -126,8 +126,8 @@ def measure_times(
 
 class TwoLines(KVCache):
     """The article's window, cache_k = cache_k[:, :, -window_size:, :], on its cache that grows:
-    what it holds is cut before attention reads it. counted: positions go on as by its current_pos;
-    else they are its cache's length."""
+    what it holds is cut before attention reads it. counts_positions: positions go on as by its
+    current_pos; else they begin at its cache's length."""
 
     def __init__(self, window: int, counts_positions: bool) -> None:
         super().__init__()

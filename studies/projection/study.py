@@ -190,8 +190,8 @@ def measure_ways(
     measure: Callable[..., dict[str, float]] = first_token_error,
     **setting: Any,
 ) -> None:
-    """Append the figures of ways on some prompts, each with the one that it starts from; at: the
-    setting, in which m is another number of summary tokens."""
+    """Append the figures of ways on some prompts, each with the one that it starts from. In the
+    setting m is another number of summary tokens."""
     setting = {"kind": trial.kind} | setting
     for name in rows.ways_due([name for name in names if name in trial.ways], "kl", **setting):
         way = trial.ways[name]

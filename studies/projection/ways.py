@@ -435,5 +435,5 @@ class Trial:
 
 
 def divergence(expected: Tensor, actual: Tensor) -> Tensor:
-    """Return KL(expected || got) in nats (...) of logits (..., V), in float64."""
+    """Return KL(expected || actual) in nats (...) of logits (..., V), in float64."""
     return kl(expected.cpu().double(), actual.cpu().double())

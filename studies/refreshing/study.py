@@ -97,8 +97,8 @@ WAYS_AT_SIZE = (
 
 @dataclass
 class Texts:
-    """A teacher and a student, the prompts (B, T) that they continue by n tokens each, and the
-    setting of their rows."""
+    """A teacher and a student, the prompts (B, T) that they continue by new tokens, and the setting
+    of their rows."""
 
     rows: Rows
     models: dict[str, GPT]
@@ -127,7 +127,7 @@ class Texts:
     def start_writing(
         self, way: str, ids: Tensor, mode: str, seed: int
     ) -> tuple[Iterator[Tensor], RefreshedPair | None]:
-        """Return what yields a way's n tokens after ids (B, T), and the pair at work, if any."""
+        """Return what yields a way's new tokens after ids (B, T), and the pair at work, if any."""
         generator = torch.Generator(ids.device).manual_seed(seed)
         options = {"temperature": MODES[mode], "generator": generator}
         new_cache = KVCache
@@ -166,7 +166,7 @@ def refresh_as_published(
     temperature: float,
     generator: torch.Generator | None,
 ) -> Iterator[Tensor]:
-    """Yield n tokens (B, 1) as the source's code writes them. It feeds the prompt's last token a
+    """Yield new tokens (B, 1) as the source's code writes them. It feeds the prompt's last token a
     second time, and the teacher has read the newest token when the student has not, so that a
     splice moves every entry by one token."""
     pair.prefill()
@@ -452,7 +452,7 @@ def measure_at_size(rows: Rows, quick: bool) -> None:
 @torch.no_grad()
 def print_needs(texts: Texts, way_count: int, single_texts: int) -> None:
     """Print what a run needs: memory, before a cache is made; then time, by a step of the student. Texts are written
-    at once in each mode and way, and `single` of them one by one in each way."""
+    at once in each mode and way, and `single_texts` of them one by one in each way."""
     ids, student = texts.prompts["test"], texts.models["student"]
     text_count, prompt_length = ids.shape
     pair = RefreshedPair(**texts.models, ids=ids[:1])
