@@ -29,6 +29,18 @@ def test_figures_are_those_that_were_recorded() -> None:
             assert filled(page, timeless) == page.read_text(encoding="utf-8")
 
 
+def test_figures_of_replays_and_of_studies_are_drawn_if_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn = []
+    monkeypatch.setattr(studies.pages, "PAGES", ())
+    monkeypatch.setattr(studies.pages.replaying, "draw_hit_rates", drawn.append)
+    monkeypatch.setattr(studies.pages, "draw_figures", lambda rows, _: drawn.append(rows.study))
+    studies.pages.main(["--figures"])
+    replays = {*ROOT.glob("studies/recycling/replay_*.csv")}
+    assert replays < {*drawn} and {"recycling", "refreshing"} < {*drawn}
+
+
 @pytest.mark.slow
 def test_the_python_examples_run_one_after_the_other() -> None:
     code = "\n".join(re.findall(r"```python\n(.*?)```", README, re.DOTALL))
