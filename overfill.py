@@ -594,7 +594,9 @@ def main(argv: list[str] | None = None) -> None:
             "--student", default="pocket-student", metavar="NAME", help="the model that decodes"
         )
     with cli.parse(argv) as args:
-        names = args.policy.split() if args.action == "demo" else [args.policy]
+        names = [args.policy]
+        if args.action == "demo" and args.policy.strip():
+            names = args.policy.split()
         policies = {f"OverFill, {name}": parse_policy(name) for name in names}
         teacher, student, tokenizer = load_pair(
             args.model, args.student, device=args.device, dtype=args.dtype
