@@ -266,7 +266,7 @@ def default_class(kind: str) -> type[nn.Module]:
 
 
 def kind_of(config: Any) -> str:
-    """Return the kind of model that a config, or the class of one, describes: one of SCRIPTS."""
+    """Return the kind of model that a config, or the class of one, describes: a key of SCRIPT_OF_KIND."""
     if hasattr(config, "rope_theta"):
         return "Llama"
     return "BCT" if hasattr(config, "slots") else "GPT-2"

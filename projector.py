@@ -366,7 +366,7 @@ class Compressor:
         T: int,
     ) -> Compressor:
         """Fit on prompts of some families, with the penalty that reads held-out families best;
-        it is looked for on the first VALIDATED of them, since it takes many fits."""
+        it is looked for on the first VALIDATION_PROMPTS of them, since it takes many fits."""
 
         def error(train: Tensor, test: Tensor, penalty: float) -> float:
             compressor = cls(model, [prompts[i] for i in train], m, penalty, T)

@@ -89,7 +89,7 @@ def rouge_l(answer: str, reference: str) -> float:
 def bleu_counts(text: str, reference: str) -> np.ndarray:
     """Return what BLEU counts in a text (10,): for n = 1 ... 4 the n-grams that the reference has too, then all of its
     n-grams, then its length and the reference's. Words and punctuation marks are the tokens."""
-    words, expected = (re.findall(r"\w+|[^\w\s]", words) for words in (text, reference))
+    words, expected = (re.findall(r"\w+|[^\w\s]", string) for string in (text, reference))
     matches, totals = [], []
     for n in range(1, 5):
         ngrams, reference_ngrams = (

@@ -368,9 +368,8 @@ class Store:
         """Delete the files that have no row. Rows deleted before it in the same transaction do no harm
         if they come back: nothing leads to them. Raises sqlite3.Error, before a file goes, if other
         writers, who may be about to add rows to their files, aren't kept out."""
-        self._index.execute(
-            "PRAGMA user_version = 1"
-        )  # fails if the folder has another index by now
+        # It fails if the folder has another index by now.
+        self._index.execute("PRAGMA user_version = 1")
         numbers = {run for (run,) in self._index.execute("SELECT run FROM runs")}
         for run in self._runs_in_memory.keys() - numbers:
             del self._runs_in_memory[run]
