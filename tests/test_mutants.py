@@ -58,13 +58,14 @@ def run_each(names: list[str]) -> dict[str, int]:
     """
     statuses = {}
     for name in names:
+        module = BUGS[name].path.stem
+        text = BUGS[name].changed((ROOT / f"{module}.py").read_text("utf-8"))
+        code = compile(text, name, "exec")  # before the fork: a child that fails counts as killed
         pid = os.fork()
         if pid == 0:
-            module = BUGS[name].path.stem
-            text = BUGS[name].changed((ROOT / f"{module}.py").read_text("utf-8"))
             spec = importlib.util.spec_from_loader(module, loader=None)
             sys.modules[module] = importlib.util.module_from_spec(spec)
-            exec(compile(text, name, "exec"), sys.modules[module].__dict__)
+            exec(code, sys.modules[module].__dict__)
             tests = [str(ROOT / "tests" / file) for file in SUITES[module]]
             longest = max((start for start in ENOUGH if name.startswith(start)), key=len)
             options = ["-x", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
