@@ -192,9 +192,10 @@ def check_failures(impl: ModuleType, model: GPT, read: int) -> None:
 def test_greedy_writes_what_the_baseline_writes(impl: ModuleType, model: GPT) -> None:
     plain = gpt_baseline.GPT(gpt_baseline.GPTConfig(**vars(CONFIG))).eval()
     plain.load_state_dict(model.state_dict())
-    ids = random_ids(1, 7)
-    expected = [int(token) for token in gpt_baseline.generate(plain, ids, 20)]
-    assert_same(impl.greedy(model, ids, 20), expected, "the new tokens")
+    for seed in (1, 0):
+        ids = random_ids(1, 7, seed)
+        expected = [int(token) for token in gpt_baseline.generate(plain, ids, 20)]
+        assert_same(impl.greedy(model, ids, 20), expected, "the new tokens")
     assert impl.greedy(model, ids, 1) == expected[:1] and impl.greedy(model, ids, 0) == [], (
         "1 token, and none"
     )
