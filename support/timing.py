@@ -39,12 +39,14 @@ def time_text(
 
 
 def run_in_turns(
-    runs: dict[Hashable, Callable[[int], Any]], turns: int
+    runs: dict[Hashable, Callable[[int], Any]], turns: int, warm_up: bool = True
 ) -> dict[Hashable, list[Any]]:
     """Return what each run, given the turn, returns in each. All take turns, so that what disturbs the
-    machine disturbs all of them, and each turn begins with another one; a turn that doesn't count warms up."""
-    for run in runs.values():
-        run(0)
+    machine disturbs all of them, and each turn begins with another one; to warm up, a turn first that
+    doesn't count."""
+    if warm_up:
+        for run in runs.values():
+            run(0)
     results = {name: [] for name in runs}
     order = [*runs]
     for turn in range(turns):
