@@ -1,10 +1,16 @@
-"""Helpers of the chapters' tests: texts, passes that fail, comparisons that name the first wrong number."""
+"""Helpers of the chapters' tests: texts, passes that fail, comparisons that name the first wrong number, and what an
+object keeps in memory."""
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 
 import pytest
 import torch
 from torch import Tensor, nn
+
+CONTAINERS = (list, tuple, set, frozenset, deque, Mapping)
+OF_A_CLASS = (Tensor, *CONTAINERS, MemberDescriptorType)  # what its objects share; slots
 
 
 def assert_close(
@@ -39,20 +45,114 @@ def assert_same(actual: Sequence[object], expected: Sequence[object], what: str)
     assert len(actual) == len(expected), f"{what}: {len(actual)} entries, must be {len(expected)}"
 
 
+def reachable(owner: object) -> Iterator[tuple[str, object]]:
+    """Yield an object and all that it leads to, each once, with how the object leads there, such as ".layers[0]".
+
+    Followed are attributes, those of its class among them, containers, and what functions remember; not models, and not
+    other modules or classes.
+    """
+    seen: dict[int, object] = {}  # the objects too: no other one gets their id
+    waiting = deque([("", owner)])
+    while waiting:
+        path, thing = waiting.popleft()
+        if id(thing) in seen:
+            continue
+        seen[id(thing)] = thing
+        yield path, thing
+        if isinstance(thing, Tensor):
+            if thing.grad is not None:
+                waiting.append((f"{path}.grad", thing.grad))
+        elif isinstance(thing, Mapping):
+            waiting += [(f"{path}[{key!r}]", entry) for key, entry in thing.items()]
+        elif isinstance(thing, CONTAINERS):
+            waiting += [(f"{path}[{i}]", entry) for i, entry in enumerate(thing)]
+        elif isinstance(thing, MethodType):
+            waiting.append((path, thing.__self__))
+        elif isinstance(thing, FunctionType):
+            waiting += [(path, cell.cell_contents) for cell in thing.__closure__ or ()]
+        elif not isinstance(thing, nn.Module | ModuleType | type):
+            names = {*getattr(thing, "__dict__", ())}
+            for kind in type(thing).__mro__:
+                names |= {
+                    name for name, entry in vars(kind).items() if isinstance(entry, OF_A_CLASS)
+                }
+            names = [n for n in sorted(names) if not n.startswith("__") and hasattr(thing, n)]
+            waiting += [(f"{path}.{name}", getattr(thing, name)) for name in names]
+
+
+def kept_bytes(owner: object) -> dict[str, int]:
+    """Return the bytes that an object keeps, by what keeps them: all memory of every tensor that it leads to, also
+    where the tensor is a small slice of it; and 8 bytes for each entry of a container."""
+    storages, kept = set(), {}
+    for path, thing in reachable(owner):
+        if isinstance(thing, Tensor):
+            storage = thing.untyped_storage()
+            if storage._cdata not in storages:
+                storages.add(storage._cdata)
+                kept[path] = storage.nbytes()
+        elif isinstance(thing, CONTAINERS):
+            kept[path] = 8 * len(thing)
+    return kept
+
+
+def assert_keeps(owner: object, at_most: int, what: str, spare: int = 256) -> None:
+    """Fail if an object keeps more than so many bytes, and some to spare, in all that it leads to; say what is largest.
+
+    Memory that grows from pass to pass shows as too much, and so does a slice that keeps the tensor it was cut from.
+    """
+    __tracebackhide__ = True
+    kept = kept_bytes(owner)
+    if (total := sum(kept.values())) > at_most + spare:
+        tensors = {path: thing for path, thing in reachable(owner) if isinstance(thing, Tensor)}
+        lines = []
+        for path in sorted(kept, key=lambda path: -kept[path])[:4]:
+            line = f"{path or 'the tensor'}: {kept[path]:,} bytes"
+            if path in tensors and tensors[path].nbytes < kept[path]:
+                line += (
+                    f", for {tensors[path].nbytes:,} of its own: a slice keeps all of its tensor"
+                )
+            lines.append(line)
+        pytest.fail(f"{what}: {total:,} bytes are kept, {at_most:,} are enough. {'; '.join(lines)}")
+
+
+def assert_like(actual: object, like: Tensor, what: str) -> None:
+    """Fail unless every tensor in what a function returned has the dtype and the device of `like` and is finite. Masks
+    beside other tensors may be of bool."""
+    __tracebackhide__ = True
+    tensors = [(path, x) for path, x in reachable(actual) if isinstance(x, Tensor)]
+    assert tensors, f"{what}: {type(actual).__name__}, must be a tensor"
+    for path, x in tensors:
+        if path and x.dtype == torch.bool:
+            continue
+        name = f"{what}{path}"
+        assert x.dtype == like.dtype, f"{name} is of {x.dtype}, must be of {like.dtype}"
+        assert x.device == like.device, f"{name} is on {x.device}, must be on {like.device}"
+        if x.device.type != "meta" and not x.isfinite().all():
+            first = (~x.isfinite()).nonzero()[0].tolist()
+            pytest.fail(
+                f"{name}: {x[tuple(first)].item()} at index {first}, must be a finite number"
+            )
+
+
 def random_ids(batch: int, n: int, seed: int = 0) -> Tensor:
     """Return random token ids (batch, n), below 100."""
     return torch.randint(100, (batch, n), generator=torch.Generator().manual_seed(seed))
 
 
 def fail_in_layer(model: nn.Module, ids: Tensor, cache: object, layer: int) -> None:
-    """Let a pass fail in a layer, behind its attention."""
+    """Let a pass fail in a layer, behind its attention. All of its keys and values are NaN: whoever reads what it left,
+    with a mask or without one, gets NaN."""
 
     def fail(*_: object) -> None:
         raise MemoryError
 
-    hook = model.h[layer].mlp.register_forward_hook(fail)
+    hooks = [
+        model.wte.register_forward_hook(lambda module, args, x: x * float("nan")),
+        model.h[layer].mlp.register_forward_hook(fail),
+    ]
     try:
         with pytest.raises(MemoryError):
             model(ids, cache)
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
