@@ -6,6 +6,7 @@ import random
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
 
@@ -21,10 +22,10 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG = GPTConfig(vocab_size=50, n_ctx=96, n_layer=3, n_head=2, n_embd=32)
 
 
-def make_model(seed: int = 0) -> GPT:
+def make_model(seed: int = 0, config: GPTConfig = CONFIG) -> GPT:
     """A small model with random weights, large enough that a mistake shows."""
     torch.manual_seed(seed)
-    model = GPT(CONFIG).eval()
+    model = GPT(config).eval()
     for p in model.parameters():
         p.data.add_(0.2 * torch.randn_like(p))
     return model
@@ -83,16 +84,19 @@ def assert_cache(cache: KVCache, model: GPT, ids: list[int], hint: str) -> None:
 def test_what_may_be_reused_of_random_texts(impl: ModuleType) -> None:
     draw = random.Random(0)
     for _ in range(500):
-        letters = draw.randint(1, 3)  # few, so that much is shared, also in the middle
+        # few, so that much is shared, also in the middle; the digits of 1, 11, 111 don't tell where an id ends
+        letters = draw.sample([1, 11, 111], draw.randint(1, 3))
         stored = [
-            [draw.randrange(letters) for _ in range(draw.randint(1, 8))]
+            draw.choice([list, tuple])(draw.choices(letters, k=draw.randint(1, 8)))
             for _ in range(draw.randint(1, 5))
         ]
-        ids = [draw.randrange(letters) for _ in range(draw.randint(1, 8))]
+        ids = draw.choices(letters, k=draw.randint(1, 8))
+        before = [*stored], [*ids]
         i, n = impl.longest(stored, ids)
+        assert (stored, ids) == before, "the stored texts and ids are the caller's"
         best = max(shared(text, ids) for text in stored)
         assert n == best, f"{best} tokens of one of {stored} may be reused for {ids}, not {n}"
-        assert n == 0 or stored[i][:n] == ids[:n], (
+        assert n == 0 or list(stored[i][:n]) == ids[:n], (
             f"{stored[i]} does not begin with the first {n} of {ids}"
         )
 
@@ -159,8 +163,12 @@ def test_the_same_prompt_again(impl: ModuleType, model: GPT) -> None:
     store: dict[tuple[int, ...], KVCache] = {}
     ids = [3, 1, 4, 1, 5, 9, 2, 6]
     first = impl.answer(model, ids, 5, store)
+    entries = {**store}
     with reading(model) as (fed, _):
         again = impl.answer(model, ids, 5, store)
+    assert all(store[text] is entry for text, entry in entries.items()), (
+        "the same prompt has replaced the entry that was there: it must stay, whoever holds it"
+    )
     assert_same(first, cold(model, ids, 5), "new tokens of the first run")
     assert_same(again, first, "new tokens of the second run")
     assert fed == [ids[-1], *again[:-1]], (
@@ -194,7 +202,7 @@ def test_written_by_hand(impl: ModuleType) -> None:
 @pytest.mark.ex5_3
 @pytest.mark.parametrize("new", ["more", "as many", "fewer"])
 def test_what_the_published_call_reads(
-    impl: ModuleType, model: GPT, new: str, monkeypatch: pytest.MonkeyPatch
+    impl: ModuleType, new: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More new tokens than cached ones, as many, or fewer; the call itself is asked."""
     import recycle
@@ -206,8 +214,13 @@ def test_what_the_published_call_reads(
         lambda *_: pytest.fail("that makes the call: say its rule"),
     )
 
-    for k in (1, 2, 5, 9):
-        for T in {"more": (k + 1, k + 2, 2 * k + 3), "as many": (k,), "fewer": range(1, k)}[new]:
+    model = make_model(config=GPTConfig(vocab_size=600, n_ctx=600, n_layer=1, n_head=1, n_embd=8))
+    for k in (1, 2, 5, 9, 130):
+        for T in {
+            "more": (k + 1, k + 2, 2 * k + 3),
+            "as many": (k,),
+            "fewer": range(1, k, 1 + k // 9),
+        }[new]:
             text = list(range(20, 20 + k + T))  # every token another, so that one sees which it is
             cache = cache_of(model, text[:k])
             with reading(model) as (fed, at):
@@ -229,15 +242,15 @@ def test_break_even_is_the_first_number_that_pays(impl: ModuleType) -> None:
     for _ in range(300):
         read, fixed = (
             draw.randint(1, 64) / 1024,
-            draw.randint(0, 256) / 1024,
+            draw.randint(0, 256) / draw.choice([1024, 1 / 64]),
         )  # sums without rounding
         token_bytes, bandwidth = 2 ** draw.randint(4, 8), 2 ** draw.randint(10, 16)
-        pays = (k for k in range(1, 5000) if fixed + k * (token_bytes / bandwidth) < k * read)
-        expected = next(pays, None)
+        saved = Fraction(read) - Fraction(token_bytes, bandwidth)
+        expected = Fraction(fixed) // saved + 1 if saved > 0 else None
         found = impl.break_even(read, fixed, token_bytes, bandwidth)
         assert found == expected, (
-            f"{read} s to read a token, {fixed} s and {token_bytes} bytes at {bandwidth} a "
-            f"second to restore: pays from {expected} on"
+            f"{read} s to read a token, {fixed} s and {token_bytes} bytes at {bandwidth} a second to restore: "
+            f"{f'pays from {expected} tokens on' if expected else 'never pays, None'}, not {found}"
         )
 
 
@@ -305,12 +318,38 @@ def test_what_is_loaded_is_what_was_saved(impl: ModuleType, model: GPT, file: Pa
 
 
 @pytest.mark.ex5_5
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_models_of_other_shapes_and_dtypes(
+    impl: ModuleType, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    config = GPTConfig(vocab_size=50, n_ctx=20, n_layer=2, n_head=3, n_embd=24, head_dim=4)
+    model, file = make_model(config=config).to(dtype), tmp_path / "entry.safetensors"
+    impl.save(file, model, TEXT, cache_of(model, TEXT))
+    cache, _ = loaded(impl, file, model, [*TEXT, 1])
+    assert len(cache) == len(TEXT), f"a model of {dtype}: {len(cache)} tokens, must be {len(TEXT)}"
+    for found, kv in zip(cache.layers, cache_of(model, TEXT).layers, strict=True):
+        assert found.dtype == dtype, f"a model of {dtype}, and a cache of {found.dtype}"
+        assert torch.equal(found, kv), f"a model of {dtype}: keys and values have changed"
+
+
+@pytest.mark.ex5_5
+def test_a_few_tokens_take_the_memory_of_a_few(impl: ModuleType, model: GPT, file: Path) -> None:
+    cache, _ = loaded(impl, file, model, TEXT[:4])
+    held = sum(kv.untyped_storage().nbytes() for kv in cache.layers)
+    assert held == cache.nbytes, (
+        f"3 of {len(TEXT)} tokens: {held} bytes are held for {cache.nbytes}; a slice keeps all of its tensor: copy it"
+    )
+
+
+@pytest.mark.ex5_5
 def test_what_a_failed_pass_left_is_not_saved(impl: ModuleType, model: GPT, file: Path) -> None:
     clean, cache = file.stat().st_size, cache_of(model, TEXT)
     last = model.ln_f.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError), torch.no_grad():
         model(torch.tensor([[1, 2, 3]]), cache)  # fails when every layer has appended to the cache
     last.remove()
+    for kv in cache.layers:
+        kv[..., len(cache) :, :] = torch.nan
     impl.save(file, model, TEXT, cache)
     assert file.stat().st_size == clean, (
         "the leftovers of a failed pass are saved: past len(cache) nothing counts"
@@ -420,4 +459,31 @@ def test_a_save_that_fails_leaves_the_old_file(
     assert not left, f"a save that failed left a temporary file: {left}"
     impl.save(file, model, TEXT[:3], cache_of(model, TEXT[:3]))
     assert len(loaded(impl, file, model, [*TEXT, 1])[0]) == 3, "a later save must replace the file"
+    assert [*file.parent.iterdir()] == [file], "a temporary file is left over"
+
+
+@pytest.mark.ex5_5
+def test_two_saves_at_the_same_time(
+    impl: ModuleType, model: GPT, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one begins and ends just before the first moves its file."""
+    move, others = os.replace, [TEXT[:5]]
+
+    def overtaken(source: Path, target: Path) -> None:
+        if others:
+            other = others.pop()
+            impl.save(file, model, other, cache_of(model, other))
+        move(source, target)
+
+    monkeypatch.setattr(os, "replace", overtaken)
+    try:
+        impl.save(file, model, TEXT[:3], cache_of(model, TEXT[:3]))
+    except OSError as error:
+        pytest.fail(
+            f"two saves of one file at the same time: {error!r}; each needs a temporary name of its own"
+        )
+    found = len(loaded(impl, file, model, [*TEXT, 1])[0])
+    assert found == 3, (
+        f"two saves of one file, 3 tokens moved last, and it holds {found}: each needs a temporary name of its own"
+    )
     assert [*file.parent.iterdir()] == [file], "a temporary file is left over"
