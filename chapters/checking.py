@@ -1,10 +1,14 @@
-"""Helpers of the chapters' tests: texts, passes that fail, comparisons that name the first wrong number, and what an
-object keeps in memory."""
+"""Helpers of the chapters' tests: texts, passes that fail, comparisons that name the first wrong number, what an
+object keeps in memory, what must be refused, and draws by nobody else's generator."""
 
+import random
+import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -156,3 +160,37 @@ def fail_in_layer(model: nn.Module, ids: Tensor, cache: object, layer: int) -> N
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def assert_refused(call: Callable[[], object], what: str, *numbers: int) -> None:
+    """Fail unless a call raises ValueError and its message has the numbers."""
+    __tracebackhide__ = True
+    must = "must be a ValueError" + f" that says {' and '.join(map(str, numbers))}" * bool(numbers)
+    try:
+        call()
+    except ValueError as error:
+        said = {*re.findall(r"\d+", str(error))}
+        assert {*map(str, numbers)} <= said, f"{what}: {must}, and says {str(error)!r}"
+    except NotImplementedError:  # not written yet
+        raise
+    except Exception as error:
+        pytest.fail(f"{what}: {must}, not {error!r}")
+    else:
+        pytest.fail(f"{what}: {must}, and nothing was raised")
+
+
+@contextmanager
+def global_generators_untouched() -> Iterator[None]:
+    """Fail if what follows draws by the generators that everybody uses, or sets their seed."""
+    __tracebackhide__ = True
+    states = {
+        "random": random.getstate,
+        "numpy.random": lambda: repr(np.random.get_state(legacy=False)),
+        "torch": lambda: torch.get_rng_state().tolist(),
+    }
+    before = {name: state() for name, state in states.items()}
+    yield
+    for name, state in states.items():
+        assert state() == before[name], (
+            f"{name}'s own generator is everybody's, and has changed: make one by the seed"
+        )

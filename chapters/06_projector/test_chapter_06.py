@@ -4,16 +4,23 @@ cheat, and a verdict that says no more than the data."""
 import math
 import random
 import statistics
+from itertools import combinations
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from chapters.checking import assert_close
+from chapters.checking import (
+    assert_close,
+    assert_like,
+    assert_refused,
+    global_generators_untouched,
+)
 from gpt_kv_cache import GPT, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
 from studies.core import Rows
@@ -48,6 +55,11 @@ def test_kl_of_logits_that_are_far_apart(impl: ModuleType) -> None:
     assert float(impl.kl(q, p)) == pytest.approx(400)
     sure = torch.tensor([200.0, 0.0, -200.0])
     assert float(impl.kl(sure, sure)) == 0 == float(impl.kl(p, p))
+    largest = torch.tensor([3e38, -3e38])
+    found = float(impl.kl(largest, largest.flip(0)))
+    assert found == pytest.approx(6e38), (
+        f"logits of 3e38 and -3e38: KL is {found}, must be 6e38; compute in float64"
+    )
 
 
 @pytest.mark.ex6_1
@@ -60,6 +72,9 @@ def test_kl_of_nearly_equal_logits(impl: ModuleType) -> None:
     q = p + 1e-4 * normal(1, 300, 1000)
     assert float(impl.kl(p, q).min()) > 0, "KL is never below 0: rounding in float32 makes it so"
     assert impl.kl(p.bfloat16(), p.bfloat16()).abs().max() == 0
+    wide = p.double()
+    impl.kl(wide, wide + 1)
+    assert torch.equal(wide, p.double()), "the logits that were given have changed"
 
 
 # --- 6.2 ------------------------------------------------------------------------------------------------------------
@@ -81,8 +96,11 @@ def test_kl_is_never_negative(impl: ModuleType) -> None:
 
 
 @pytest.mark.ex6_2
-@pytest.mark.parametrize("scale", [0.3, 3.0, 30.0])
-def test_one_summary_token_is_read_as_all(impl: ModuleType, scale: float) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [0.001, 0.3, 3.0, 30.0])
+def test_one_summary_token_is_read_as_all(
+    impl: ModuleType, scale: float, dtype: torch.dtype
+) -> None:
     draw = random.Random(0)
     for trial in range(30):
         H, D, n, others = (
@@ -91,12 +109,16 @@ def test_one_summary_token_is_read_as_all(impl: ModuleType, scale: float) -> Non
             draw.randint(1, 30),
             draw.randint(0, 5),
         )
-        q, k, v = (
-            scale * normal(trial, H, D),
-            normal(1000 + trial, H, n, D),
-            normal(2000 + trial, H, n, D),
+        q, k, v, *other = (
+            x.to(dtype)
+            for x in (
+                scale * normal(trial, H, D),
+                normal(1000 + trial, H, n, D),
+                normal(2000 + trial, H, n, D),
+                normal(3000 + trial, H, others, D),
+                normal(4000 + trial, H, others, D),
+            )
         )
-        other = normal(3000 + trial, H, others, D), normal(4000 + trial, H, others, D)
         before = [x.clone() for x in (q, k, v)]
         key, value = impl.one_summary_token(q, k, v)
         assert key.shape == value.shape == (H, D), "a key and a value a head"
@@ -104,12 +126,14 @@ def test_one_summary_token_is_read_as_all(impl: ModuleType, scale: float) -> Non
         assert key.isfinite().all() and value.isfinite().all(), (
             "not finite: subtract the maximum before exp"
         )
+        assert_like((key, value), q, "key [0] and value [1]: ")
         found = attend(
             q, torch.cat([key[:, None], other[0]], 1), torch.cat([value[:, None], other[1]], 1)
         )
         expected = attend(q, torch.cat([k, other[0]], 1), torch.cat([v, other[1]], 1))
         what = f"{n} keys as one summary token beside {others} others: what the query reads"
-        assert_close(found, expected, what, ("head", "number"), tolerance=1e-3)
+        tolerance = 1e-3 if dtype == torch.float32 else 1e-9
+        assert_close(found, expected, what, ("head", "number"), tolerance)
 
 
 @pytest.mark.ex6_2
@@ -211,6 +235,15 @@ def test_ridge_by_hand(impl: ModuleType) -> None:
     assert float(impl.ridge(torch.tensor([[2.0]]), torch.tensor([[6.0]]), 2.0)) == pytest.approx(
         2
     )  # 12 / (4 + 2)
+    for N in (3, 9):
+        x = torch.empty(N, 5, device="meta")  # a device that computes nothing
+        try:
+            w = impl.ridge(x, torch.empty(N, 2, device="meta"), 1.0)
+        except RuntimeError as error:
+            if str(error).startswith("exercise "):
+                raise
+            pytest.fail(f"x and y are on another device, and something else isn't: {error}")
+        assert_like(w, x.double(), f"{N} examples, 5 features: w")
 
 
 # --- 6.4 ------------------------------------------------------------------------------------------------------------
@@ -262,6 +295,17 @@ def test_folds_are_drawn_and_can_be_drawn_again(impl: ModuleType) -> None:
         frozenset(frozenset(test) for _, test in impl.folds(plain, 3, seed)) for seed in range(8)
     }
     assert len(drawn) > 1, "the seed makes no difference to which families are tested together"
+    names = [f"family {i}" for i in range(10)]
+    together = {pair: 0 for pair in combinations(range(10), 2)}
+    with global_generators_untouched():
+        for seed in range(60):
+            for _, test in impl.folds(names, 3, seed):
+                for pair in combinations(sorted(test), 2):
+                    together[pair] += 1
+    for (one, other), times in together.items():
+        assert 0 < times < 60, (
+            f"families {one} and {other} are tested together for {times} of 60 seeds: any two sometimes must be"
+        )
     again = []
     for Name.salt in range(4):
         again.append(impl.folds([Name(name) for name in plain], 3, 1))
@@ -272,8 +316,8 @@ def test_folds_are_drawn_and_can_be_drawn_again(impl: ModuleType) -> None:
 
 @pytest.mark.ex6_4
 def test_too_few_families(impl: ModuleType) -> None:
-    with pytest.raises(ValueError, match=r"(?s)(?=.*\b3\b)(?=.*\b2\b)"):
-        impl.folds(["a", "b", "a", "b", "a", "a"], 3)
+    prompts = ["a", "b", "a", "b", "a", "a"]
+    assert_refused(lambda: impl.folds(prompts, 3), "3 folds of 2 families", 3, 2)
     assert len(impl.folds(["a", "b", "c"], 3)) == 3
 
 
@@ -305,6 +349,22 @@ def test_interval_of_one_value_a_family(impl: ModuleType) -> None:
     _, low, high = impl.interval(values, families, draws=1)
     assert low == high, f"draws=1: the interval of one draw is a point, and not {low} to {high}"
     assert impl.interval([3.0] * 6, list("aabbcc")) == pytest.approx((3, 3, 3))
+
+
+@pytest.mark.ex6_5
+def test_its_ends_are_the_quantiles_of_the_draws(impl: ModuleType) -> None:
+    values = normal(11, 40).double().exp()  # more far above the mean than below it
+    families = [f"family {i}" for i in range(40)]
+    drawn = np.random.default_rng(0).integers(40, size=(200_000, 40))
+    ends = np.quantile(values.numpy()[drawn].mean(1), [0.025, 0.975])
+    with global_generators_untouched():
+        found = [impl.interval(values.tolist(), families, 20_000, seed)[1:] for seed in (0, 1)]
+    for i, end in enumerate(("lower", "upper")):
+        mean = statistics.mean(pair[i] for pair in found)
+        assert mean == pytest.approx(ends[i], abs=0.014 * (ends[1] - ends[0])), (
+            f"the {end} end of the interval is {mean:.4f}, must be about {ends[i]:.4f}: from the 2.5% quantile of the "
+            "draws to the 97.5% quantile"
+        )
 
 
 @pytest.mark.ex6_5
