@@ -107,10 +107,10 @@ def interval(
 
 def one_by_one(x: Tensor) -> Tensor:
     """Return the sum () of x (N,), N at least 1, by adding the numbers one after the other, from the first on. Every
-    partial sum is rounded to the dtype of x. (x.sum() does neither.)
+    partial sum is rounded to the dtype of x. (x.sum() does neither.) The sum has memory of its own: x[0] is a view.
     """
     # exercise 8.5
-    total = x[0]
+    total = x[0].clone()  # of one number, too, the sum is not the number's own memory
     for number in x[1:]:
         total = total + number
     return total
@@ -119,12 +119,13 @@ def one_by_one(x: Tensor) -> Tensor:
 def pairwise(x: Tensor) -> Tensor:
     """Return the sum () of x (N,), N at least 1, by adding neighbours in pairs, then these sums in pairs, until one is
     left. Every sum is rounded to the dtype of x. A last number without a neighbour goes to the next round as it is.
+    The sum has memory of its own.
     """
     # exercise 8.5
     while len(x) > 1:
         pairs = x[: len(x) // 2 * 2].view(-1, 2)  # (N // 2, 2)
         x = torch.cat([pairs[:, 0] + pairs[:, 1], x[2 * len(pairs) :]])
-    return x[0]
+    return x[0].clone()
 
 
 def same(got: Tensor, expected: Tensor) -> bool:
@@ -182,20 +183,23 @@ class Int8Cache:
         self, layer: int, k: Tensor, v: Tensor, pos: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize and keep a layer's new keys and values (B, H, T, D). Return all that are kept (B, H, S, D), back in
-        the dtype of k, and the mask (T, S). Nothing that a failed pass left may count."""
+        the dtype of k, and the mask (T, S), all on the device of k and pos. Nothing that a failed pass left may count,
+        not even if the next pass is of a model with fewer layers."""
         # exercise 8.6
         new = quantized(torch.stack([k, v]))
         for kept, some in zip((self.layers, self.scales), new, strict=True):
-            kept[layer : layer + 1] = [
-                torch.cat([kept[layer][..., : len(self), :], some], 3) if len(self) else some
-            ]
+            if len(self) == 0:
+                kept[layer:] = [some]  # and no layer that a failed pass has left
+            else:
+                kept[layer] = torch.cat([kept[layer][..., : len(self), :], some], 3)
         kv = self.layers[layer] * self.scales[layer]
-        return kv[0], kv[1], torch.cat([self.pos, pos]) <= pos[:, None]
+        return kv[0], kv[1], torch.cat([self.pos.to(pos.device), pos]) <= pos[:, None]
 
     def commit(self, pos: Tensor) -> None:
-        self.pos = torch.cat([self.pos, pos])
+        self.pos = torch.cat([self.pos.to(pos.device), pos])
 
 
+@torch.no_grad()
 def int8_error(model: GPT, ids: Tensor) -> float:
     """Return the error that an Int8Cache makes in the logits of ids (B, T): the largest difference from the logits of
     an uncached pass, divided by the largest magnitude among these."""
