@@ -3,6 +3,7 @@ object keeps in memory, what must be refused, and draws by nobody else's generat
 
 import random
 import re
+import reprlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -162,21 +163,29 @@ def fail_in_layer(model: nn.Module, ids: Tensor, cache: object, layer: int) -> N
             hook.remove()
 
 
-def assert_refused(call: Callable[[], object], what: str, *numbers: int) -> None:
-    """Fail unless a call raises ValueError and its message has the numbers."""
+def assert_refused(call: Callable[[], object], what: str, *needed: object) -> None:
+    """Fail unless a call raises ValueError and its message has all that it needs: words, and numbers as a whole."""
     __tracebackhide__ = True
-    must = "must be a ValueError" + f" that says {' and '.join(map(str, numbers))}" * bool(numbers)
+    must = "must be a ValueError" + f" that says {' and '.join(map(str, needed))}" * bool(needed)
     try:
-        call()
+        result = call()
     except ValueError as error:
-        said = {*re.findall(r"\d+", str(error))}
-        assert {*map(str, numbers)} <= said, f"{what}: {must}, and says {str(error)!r}"
+        said = str(error)
+        missing = [x for x in needed if not re.search(rf"(?<!\w){re.escape(str(x))}(?!\w)", said)]
+        assert not missing, f"{what}: {must}, and says {said!r}"
     except NotImplementedError:  # not written yet
         raise
     except Exception as error:
         pytest.fail(f"{what}: {must}, not {error!r}")
     else:
-        pytest.fail(f"{what}: {must}, and nothing was raised")
+        pytest.fail(f"{what}: {must}, and nothing was raised: {reprlib.repr(result)} came back")
+
+
+def assert_ints(actual: Sequence[object], what: str) -> None:
+    """Fail unless all entries are Python's whole numbers, and not tensors or floats."""
+    __tracebackhide__ = True
+    kinds = {type(entry).__name__ for entry in actual} - {"int"}
+    assert not kinds, f"{what} must be of int, and some are of {', '.join(sorted(kinds))}"
 
 
 @contextmanager

@@ -39,6 +39,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 def gelu(x: Tensor) -> Tensor:
     """Return GELU as GPT-2 computes it, x / 2 · (1 + tanh(sqrt(2 / pi) · (x + 0.044715 x³))), of the same shape.
 
+    It holds for any finite x, and x isn't changed.
     Don't call F.gelu. (By default it is another function, with the exact integral instead of tanh.)
     """
     # exercise 1.3
@@ -59,7 +60,7 @@ def forward(ids: Tensor, weights: dict[str, Tensor], n_head: int) -> Tensor:
     T, n_ctx = ids.size(1), len(weights["wpe.weight"])
     if n_ctx < T:
         raise ValueError(f"{T} tokens are more than the {n_ctx} positions of this model")
-    pos = torch.arange(T)
+    pos = torch.arange(T, device=ids.device)
     x = weights["wte.weight"][ids] + weights["wpe.weight"][pos]  # (B, T, C)
     layer = 0
     while f"h.{layer}.ln_1.weight" in weights:

@@ -51,17 +51,19 @@ class Cache:
         a single token sees them all: the model takes None for plain causal attention, which is wrong anywhere else."""
         # exercise 2.1
         new = torch.stack([k, v])
-        if len(self):
-            new = torch.cat(
-                [self.layers[layer][..., : len(self), :], new], dim=3
-            )  # not what a failed pass left
-        self.layers[layer : layer + 1] = [new]
-        return new[0], new[1], torch.cat([self.pos, pos]) <= pos[:, None]
+        if len(self) == 0:
+            del self.layers[layer:]  # a failed pass may have left layers
+            self.layers.append(new)
+        else:
+            kept = self.layers[layer][..., : len(self), :]  # not what a failed pass left
+            new = torch.cat([kept, new], dim=3)
+            self.layers[layer] = new
+        return new[0], new[1], torch.cat([self.pos.to(pos.device), pos]) <= pos[:, None]
 
     def commit(self, pos: Tensor) -> None:
         """Count the tokens at positions pos (T,) as read."""
         # exercise 2.1
-        self.pos = torch.cat([self.pos, pos])
+        self.pos = torch.cat([self.pos.to(pos.device), pos])
 
     def truncate(self, n: int) -> None:
         """Keep the first n tokens, and free the memory of the others: a slice of a tensor keeps all of the tensor's

@@ -68,12 +68,14 @@ class Preallocated:
             self.layers[layer:] = [k.new_zeros(2, *k.shape[:2], self.capacity, k.size(3))]
         keys, values = self.layers[layer][..., :total, :]  # a view (B, H, S, D) each
         keys[..., n:, :], values[..., n:, :] = k, v
-        mask = torch.cat([self.pos, pos]) <= pos[:, None] if n and len(pos) > 1 else None
+        mask = None
+        if n and len(pos) > 1:
+            mask = torch.cat([self.pos.to(pos.device), pos]) <= pos[:, None]
         return keys, values, mask
 
     def commit(self, pos: Tensor) -> None:
         """Count the tokens at positions pos (T,) as read."""
-        self.pos = torch.cat([self.pos, pos])
+        self.pos = torch.cat([self.pos.to(pos.device), pos])
 
 
 def seen(k_pos: Tensor, pos: Tensor, window: int, sinks: int = 0) -> Tensor:
@@ -138,13 +140,12 @@ class Ring:
         if T == 1:
             ring[..., slot_of(n, self.window, self.sinks), :] = new[..., 0, :]
             k_pos, self.pending = self._held(n + 1), []  # not what a chunk that failed left
+            k_pos = k_pos.to(pos.device)
             new = ring[..., : len(k_pos), :]
         else:
             self.pending[layer:] = [new]
-            k_pos = self._held(n)
-            kept = seen(k_pos, pos[:1], self.window, self.sinks)[
-                0
-            ]  # not what a pass that failed left
+            k_pos = self._held(n).to(pos.device)
+            kept = seen(k_pos, pos[:1], self.window, self.sinks)[0]  # nor what a failed pass left
             new = torch.cat([ring[..., : len(k_pos), :][..., kept, :], new], dim=3)
             k_pos = torch.cat([k_pos[kept], pos])
         return new[0], new[1], seen(k_pos, pos, self.window, self.sinks)
@@ -221,7 +222,9 @@ class PaddedBatch:
         kv = torch.stack([k, v])
         if len(self):
             kv = torch.cat([self.layers[layer][..., : len(self), :], kv], dim=3)
-        self.layers[layer : layer + 1] = [kv]
+            self.layers[layer] = kv
+        else:
+            self.layers[layer:] = [kv]  # and no layer that a failed pass has left
         mask = self._all(pos)[:, None] <= pos.expand(len(self.lengths), -1)[..., None]  # (B, T, S)
         return kv[0], kv[1], mask[:, None]
 
@@ -234,8 +237,8 @@ class PaddedBatch:
         """Return the positions (B, S) of all columns, those at pos included; padding's is larger
         than that of any query."""
         if len(self):
-            return torch.cat([self.pos, pos], dim=1)
-        return pos.where(pos < self.lengths, torch.iinfo(pos.dtype).max)
+            return torch.cat([self.pos.to(pos.device), pos], dim=1)
+        return pos.where(pos < self.lengths.to(pos.device), torch.iinfo(pos.dtype).max)
 
 
 def rotate(x: Tensor, places: Tensor) -> Tensor:

@@ -36,7 +36,8 @@ def soft(query: Tensor, addresses: Tensor) -> tuple[Tensor, Tensor]:
     """Return w and keep (M,) for a token of BCT: w is the softmax, without scaling, of the products
     of its write query (D,) and the slots' addresses (M, D); all slots stay."""
     # exercise 4.1
-    return (addresses @ query).softmax(dim=-1), torch.ones(len(addresses))
+    w = (addresses @ query).softmax(dim=-1)
+    return w, torch.ones_like(w)
 
 
 def read(q: Tensor, slots: Tensor) -> Tensor:
@@ -76,10 +77,9 @@ def parallel(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
     T, D = q.shape
     causal = q.new_ones(T, T).tril()  # [i, j]: token j is written when query i reads
     mass = causal @ w  # (T, M)
-    size = mass.clamp_min(torch.finfo(mass.dtype).tiny)  # 0 / 0 is not 0
-    scores = (q @ k.T * causal) @ w / size / math.sqrt(
-        D
-    ) + mass.log()  # (T, M); log 0 hides an empty slot
+    size = mass.where(mass > 0, 1.0)  # an empty slot is divided by 1: 0 / 0 is no number
+    scores = (q @ k.T * causal) @ w / size / math.sqrt(D) + size.log()  # (T, M)
+    scores = scores.masked_fill(mass == 0, -math.inf)  # it isn't seen, and has gradient 0
     p = scores.softmax(dim=-1) / size  # (T, M)
     return (p @ w.T * causal) @ v
 
@@ -103,4 +103,4 @@ def equal_ring(n_layer: int, n_head: int, head_dim: int, slots: int, recent: int
     many bytes as that memory. A ring's slot is a key and a value in float32."""
     # exercise 4.4
     token = 4 * n_layer * n_head * 2 * head_dim
-    return math.ceil(memory_bytes(n_layer, n_head, head_dim, slots, recent) / token)
+    return -(-memory_bytes(n_layer, n_head, head_dim, slots, recent) // token)  # rounded up
