@@ -63,7 +63,7 @@ def interrupted(model: nn.Module, layer: int) -> Iterator[None]:
 
 def suspects() -> dict[str, str]:
     """Return {"A": name, ... "F": name}: for each report, the function of gpt_kv_cache.py that has the bug, named like
-    "generate" or "Block.forward".
+    "generate" or "Block.forward". Where a name is another one's second, as in `clone = to`, name the `def`.
 
     Six users have six versions of gpt_kv_cache.py, each with a bug in one line. They report:
 
@@ -203,6 +203,33 @@ def check_ring(module: ModuleType) -> None:
     """
     # exercise 9.4
     draw, model = random.Random(0), small(module)
+    double, cache = small(module).double(), module.SlidingWindowCache(4, 1)
+    pieces = torch.cat([double(piece, cache) for piece in text(2, 12).split(5, dim=1)], dim=1)
+    assert pieces.dtype == torch.float64
+    _refused(lambda: double(text(1, 1), cache))
+    _refused(lambda: model(text(2, 1), cache))
+
+    shallow = small(
+        module, n_layer=1
+    )  # one layer: a token's logits depend on what it sees, and on nothing else
+    for window, sinks in ((1, 0), (4, 0), (3, 2)):
+        ids = text(1, 16)
+        before = shallow(ids, module.SlidingWindowCache(window, sinks))
+        assert_close(
+            before[:, :window],
+            shallow(ids[:, :window]),
+            f"the first {window} tokens see all before them",
+        )
+        for j in range(16):
+            other = ids.clone()
+            other[0, j] = (ids[0, j] + 1) % 50
+            after = shallow(other, module.SlidingWindowCache(window, sinks))
+            changed = ((after - before).abs().amax(-1)[0] > 1e-6).nonzero()[:, 0].tolist()
+            sees = [t for t in range(16) if j <= t and (j > t - window or j < sinks)]
+            assert changed == sees, (
+                f"window {window}, sinks {sinks}: token {j} is seen by {changed}, not by {sees}"
+            )
+
     for trial in range(12):
         window, sinks, n = draw.randint(1, 9), (0, 0, 1, 3)[trial % 4], draw.randint(20, 48)
         ids, cuts = text(2, n, trial), sorted(draw.sample(range(1, n), draw.randint(1, 4)))
@@ -255,33 +282,6 @@ def check_ring(module: ModuleType) -> None:
                     ):
                         assert_close(model(piece, held), expected, f"{what}, {whose}")
 
-    shallow = small(
-        module, n_layer=1
-    )  # one layer: a token's logits depend on what it sees, and on nothing else
-    for window, sinks in ((1, 0), (4, 0), (3, 2)):
-        ids = text(1, 16)
-        before = shallow(ids, module.SlidingWindowCache(window, sinks))
-        assert_close(
-            before[:, :window],
-            shallow(ids[:, :window]),
-            f"the first {window} tokens see all before them",
-        )
-        for j in range(16):
-            other = ids.clone()
-            other[0, j] = (ids[0, j] + 1) % 50
-            after = shallow(other, module.SlidingWindowCache(window, sinks))
-            changed = ((after - before).abs().amax(-1)[0] > 1e-6).nonzero()[:, 0].tolist()
-            sees = [t for t in range(16) if j <= t and (j > t - window or j < sinks)]
-            assert changed == sees, (
-                f"window {window}, sinks {sinks}: token {j} is seen by {changed}, not by {sees}"
-            )
-
-    double, cache = small(module).double(), module.SlidingWindowCache(4, 1)
-    pieces = torch.cat([double(piece, cache) for piece in text(2, 12).split(5, dim=1)], dim=1)
-    assert pieces.dtype == torch.float64
-    _refused(lambda: double(text(1, 1), cache))
-    _refused(lambda: model(text(2, 1), cache))
-
 
 def check_generate(module: ModuleType) -> None:
     """Raise unless generate() with a KVCache writes the greedy text of gpt_baseline.generate and reads each token once.
@@ -291,8 +291,9 @@ def check_generate(module: ModuleType) -> None:
     - The first pass reads the prompt, except for the tokens that a given cache holds. Each later pass reads one token.
       When the context is full, one pass reads the rest of the text, from context_start() on, and later passes read one
       token each again.
-    - A given cache is the one used: at the end it holds all tokens in the context but the last. A cache with as many
-      tokens as ids, or more, raises ValueError and doesn't change.
+    - A given cache is the one used: at the end it holds all tokens in the context but the last, with their keys and
+      values, so that a pass can go on from it. A cache with as many tokens as ids, or more, raises ValueError and
+      doesn't change.
     """
     # exercise 9.5
     model, fed = small(module, n_ctx=16), []
@@ -324,6 +325,10 @@ def check_generate(module: ModuleType) -> None:
         assert len(cache) == end == int(cache.positions(1)), (
             f"{what}: {len(cache)} tokens in the cache instead of {end}"
         )
+        held_ids = torch.cat([ids, *got], dim=1)[:, start : start + end]
+        cache.truncate(end - 1)  # the context may be full
+        again = model(held_ids[:, -1:], cache)
+        assert_close(again, model(held_ids)[:, -1:], f"{what}: what the cache holds")
 
     cache = module.KVCache()
     model(text(2, 7), cache)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.scale import H100, SHAPES, decode_seconds, token_operations
 from benchmarks.scale import prefill_seconds as floor_of_prefill
-from chapters.checking import assert_close
+from chapters.checking import assert_close, assert_keeps, assert_same
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import load_model, load_tokenizer
 from studies.replay import Request, hit_rates
@@ -82,9 +82,8 @@ def test_texts_that_outweigh(impl: ModuleType) -> None:
     assert impl.texts_that_outweigh(1000, 10, 10) == 11, (
         "ten texts have as many bytes as the weights, and not more"
     )
-    assert impl.texts_that_outweigh(3 * 10**17 + 1, 1, 1) == 3 * 10**17 + 2, (
-        "whole numbers: no rounding"
-    )
+    found = impl.texts_that_outweigh(10_007 * 10**13 - 1, 10**6, 10**7)
+    assert found == 10_007, f"whole numbers: no rounding; {found}, must be 10007"
     for shape in SHAPES:
         weights = int((shape.parameters - shape.unread) * shape.nbytes)
         n = impl.texts_that_outweigh(weights, shape.token_bytes, 777)
@@ -405,31 +404,49 @@ def test_hit_rate_of_a_cache_that_forgets_nothing(impl: ModuleType) -> None:
         found = impl.hit_rate(requests, 10**6)
         what = f"{len(requests)} requests, room for all: a share of {expected:.3f} of blocks is found, not {found:.3f}"
         assert found == pytest.approx(expected, abs=1e-12) and expected > 0.2, what
-        assert impl.hit_rate(requests, 0) == 0
+        found = impl.hit_rate(requests, 0)
+        assert found == 0, f"no room: nothing can be found, and a share of {found:.3f} is"
 
 
 @pytest.mark.ex10_5
 def test_hit_rate_of_small_caches(impl: ModuleType) -> None:
-    assert impl.hit_rate([[1, 2, 3], [1, 2, 3]], 3) == 3 / 6, (
-        "three blocks twice, room for three: the second time all"
-    )
-    assert impl.hit_rate([[1, 2, 3], [1, 2, 3]], 2) == 2 / 6, "the end of a text goes first"
-    found = impl.hit_rate([[1, 2], [3], [1, 2], [4], [1, 2]], 3)
-    assert found == 4 / 8, (
-        f"[1, 2], [3], [1, 2], [4], [1, 2], room for 3: {found}; a block that is found is used now"
-    )
-    assert impl.hit_rate([[1, 2], [1, 3], [4], [1, 2]], 3) == 2 / 7, (
-        "2 was used longest ago, and 1 wasn't"
-    )
+    for requests, capacity, blocks, why in [
+        ([[1, 2, 3], [1, 2, 3]], 3, 3, "all of them fit, and the second time all are found"),
+        ([[1, 2, 3], [1, 2, 3]], 2, 2, "the end of a text goes first"),
+        ([[1, 2], [3], [1, 2], [4], [1, 2]], 3, 4, "a block that is found is used now"),
+        ([[1, 2], [1, 3], [4], [1, 2]], 3, 2, "2 was used longest ago, and 1 wasn't"),
+    ]:
+        assert_hits(impl, requests, capacity, blocks, why)
     for seed in range(10):
         requests = chains(seed, 80)
-        rates = [impl.hit_rate(requests, capacity) for capacity in range(0, 120, 5)]
-        assert rates == sorted(rates), f"a larger cache finds less: {rates}"
-        assert rates == [by_distance(requests, capacity) for capacity in range(0, 120, 5)]
+        before = [[*request] for request in requests]
+        for capacity in range(0, 120, 5):
+            if impl.hit_rate(requests, capacity) != by_distance(requests, capacity) / total(
+                requests
+            ):
+                for n in range(1, len(requests) + 1):  # the shortest beginning shows it best
+                    blocks = by_distance(requests[:n], capacity)
+                    assert_hits(impl, requests[:n], capacity, blocks, "the last request differs")
+        assert_same(requests, before, "the requests afterwards, which are the caller's")
 
 
-def by_distance(requests: list[list[int]], capacity: int) -> float:
-    """The same by another way: a block is found if fewer than `capacity` others were used later than it."""
+def total(requests: list[list[int]]) -> int:
+    return sum(map(len, requests))
+
+
+def assert_hits(
+    impl: ModuleType, requests: list[list[int]], capacity: int, blocks: int, why: str
+) -> None:
+    __tracebackhide__ = True
+    found = impl.hit_rate([[*request] for request in requests], capacity)
+    assert found == blocks / total(requests), (
+        f"requests {requests}, room for {capacity}: {found * total(requests):g} of {total(requests)} blocks are found, "
+        f"must be {blocks}: {why}"
+    )
+
+
+def by_distance(requests: list[list[int]], capacity: int) -> int:
+    """How many blocks are found, by another way: one is if fewer than `capacity` others were used later than it."""
     used, found = {}, 0
     for now, request in enumerate(requests):
         for block in request:
@@ -437,7 +454,7 @@ def by_distance(requests: list[list[int]], capacity: int) -> float:
                 break
             found += 1
         used |= {block: (now, -i) for i, block in enumerate(request)}
-    return found / sum(map(len, requests))
+    return found
 
 
 DECODE = """
@@ -592,6 +609,7 @@ def test_a_stream_that_ends_too_early_is_refused(
     ids, cache = impl.receive(io.BytesIO(data), pocket)
     assert ids[:-1] == prompt, "the text is the prompt, then one token"
     assert len(cache) == len(prompt), "the prompt is cached"
+    assert_keeps(cache, cache.nbytes + cache.pos.nbytes, "the received cache")
     assert isinstance(cache, KVCache) and isinstance(cache.layers[0], Tensor)
     source = inspect.getsource(impl)
     assert "import pickle" not in source and "torch.load" not in source, (
