@@ -421,13 +421,12 @@ def test_hit_rate_of_small_caches(impl: ModuleType) -> None:
         requests = chains(seed, 80)
         before = [[*request] for request in requests]
         for capacity in range(0, 120, 5):
-            if impl.hit_rate(requests, capacity) != by_distance(requests, capacity) / total(
-                requests
-            ):
+            found = impl.hit_rate(requests, capacity)
+            assert_same(requests, before, "the requests afterwards, which are the caller's")
+            if found != by_distance(requests, capacity) / total(requests):
                 for n in range(1, len(requests) + 1):  # the shortest beginning shows it best
                     blocks = by_distance(requests[:n], capacity)
                     assert_hits(impl, requests[:n], capacity, blocks, "the last request differs")
-        assert_same(requests, before, "the requests afterwards, which are the caller's")
 
 
 def total(requests: list[list[int]]) -> int:
