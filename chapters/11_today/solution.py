@@ -15,7 +15,7 @@ from torch import Tensor, nn
 def frequencies(head_dim: int, theta: float) -> Tensor:
     """Return the radians (D / 2,), float32, by which each pair of a head rotates a token: pair i by theta ** (-2 i / D)."""
     # exercise 11.1
-    return theta ** (-torch.arange(0, head_dim, 2) / head_dim)
+    return theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
 
 
 def rotate(x: Tensor, pos: Tensor, speed: Tensor) -> Tensor:
@@ -23,11 +23,11 @@ def rotate(x: Tensor, pos: Tensor, speed: Tensor) -> Tensor:
 
     Numbers i and D / 2 + i of a head are a pair (a, b). Rotated by an angle t it is (a cos t - b sin t, b cos t + a
     sin t). speed (D / 2,): radians a token, of each pair. Angles are float32 whatever x is: in bfloat16 position 257 is
-    256."""
+    256. In float64, x keeps all of its digits."""
     # exercise 11.1
     angle = pos[:, None] * speed  # (T, D / 2)
     cos, sin = angle.cos(), angle.sin()
-    a, b = x.float().chunk(2, dim=-1)
+    a, b = x.chunk(2, dim=-1)  # times float32, they are float32 at least
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
@@ -59,7 +59,7 @@ def joined(
     for part in "qkvo":
         name = f"model.layers.{layer}.self_attn.{part}_proj.weight"
         found[part] = tensors[name]
-        width = tensors[f"model.layers.{layer}.self_attn.q_proj.weight"].size(1)
+        width = tensors[f"model.layers.{layer}.self_attn.q_proj.weight"].size(-1)
         shape = (rows[part] * head_dim, width) if part in rows else (width, n_head * head_dim)
         if found[part].shape != shape:
             raise ValueError(f"{name} has shape {tuple(found[part].shape)}, must be {shape}")
@@ -99,4 +99,4 @@ def moved(kv: Tensor, by: int, speed: Tensor) -> Tensor:
     itself isn't changed."""
     # exercise 11.5
     k, v = kv
-    return torch.stack([rotate(k, torch.full((k.size(2),), by), speed), v])
+    return torch.stack([rotate(k, torch.full((k.size(2),), by, device=k.device), speed), v])

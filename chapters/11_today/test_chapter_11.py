@@ -1,6 +1,7 @@
 """Chapter 11: rotations that know only distances, frequencies, a loader's join, and a window that never reads twice."""
 
 import math
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 import llama_kv_cache
-from chapters.checking import assert_close, assert_same
+from chapters.checking import assert_close, assert_like, assert_same
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import generate
 from llama_kv_cache import Llama, LlamaConfig, rotation
@@ -99,25 +100,53 @@ def test_stage_2_half_precision_changes_the_numbers_and_not_the_positions(impl: 
     assert_close(
         found, expected, "in bfloat16, positions 256 and 257", ("row", "head", "token"), 0.02
     )
+    wide = x.double() / 3
+    found = impl.rotate(wide, torch.tensor([0, 0]), speed)
+    assert found.dtype == torch.float64, f"float64 in, {found.dtype} out"
+    assert torch.equal(found, wide), (
+        f"float64 at position 0, where nothing is rotated: off by {float((found - wide).abs().max()):.1e}"
+    )
+
+
+def on_meta(call: Callable[[], Tensor], like: Tensor, what: str) -> None:
+    """Fail unless a call computes on meta, a device that computes nothing, as all that it is given."""
+    try:
+        assert_like(call(), like, what)
+    except RuntimeError as error:
+        if str(error).startswith("exercise "):
+            raise
+        pytest.fail(
+            f"{what}: all is on another device than the CPU, and something else isn't: {error}"
+        )
+
+
+@pytest.mark.ex11_1
+def test_stage_2_it_rotates_on_any_device(impl: ModuleType) -> None:
+    x, pos, speed = (torch.ones(shape, device="meta") for shape in ((1, 2, 3, 8), (3,), (4,)))
+    on_meta(lambda: impl.rotate(x, pos.long(), speed), x, "the rotated x")
 
 
 @pytest.mark.ex11_2
-def test_llama_3s_frequencies(impl: ModuleType) -> None:
+@pytest.mark.parametrize("scaling", [SCALED, (8.0, 2.0, 32.0, 2048)])
+def test_llama_3s_frequencies(impl: ModuleType, scaling: tuple[float, float, float, int]) -> None:
+    factor, low, high, n_ctx = scaling
     speed = torch.tensor([500_000.0 ** (-2 * i / 64) for i in range(32)])
-    found = impl.slowed(speed.clone(), *SCALED)
-    rounds = 8192 * speed / (2 * math.pi)
+    found = impl.slowed(speed.clone(), *scaling)
+    rounds = n_ctx * speed / (2 * math.pi)
     for i in range(32):
-        about = f"pair {i} goes round {rounds[i]:.2f} times in 8,192 tokens: its speed is {found[i]:.3g}"
-        if rounds[i] >= 4:
+        about = f"pair {i} goes round {rounds[i]:.2f} times in {n_ctx:,} tokens: its speed is {found[i]:.3g}"
+        if rounds[i] >= high:
             assert found[i] == pytest.approx(float(speed[i]), rel=1e-5), (
                 f"{about}, must stay {speed[i]:.3g}"
             )
-        elif rounds[i] <= 1:
-            slow = float(speed[i] / 32)
-            assert found[i] == pytest.approx(slow, rel=1e-5), f"{about}, must be {slow:.3g}, a 32nd"
+        elif rounds[i] <= low:
+            slow = float(speed[i] / factor)
+            assert found[i] == pytest.approx(slow, rel=1e-5), (
+                f"{about}, must be {slow:.3g}, divided by {factor:g}"
+            )
         else:
-            share = (rounds[i] - 1) / 3
-            mixed = float(speed[i] * share + speed[i] / 32 * (1 - share))
+            share = (rounds[i] - low) / (high - low)
+            mixed = float(speed[i] * share + speed[i] / factor * (1 - share))
             assert found[i] == pytest.approx(mixed, rel=1e-5), (
                 f"{about}, must be {mixed:.3g}, a mixture"
             )
@@ -168,6 +197,24 @@ def test_the_joined_matrix_gives_what_the_parts_give(impl: ModuleType) -> None:
         )
 
 
+@pytest.mark.ex11_3
+def test_a_layer_of_another_shape_and_dtype(impl: ModuleType) -> None:
+    """One head of keys and values for three of queries, of 8; width 20; layer 0."""
+    sizes = {"q": (24, 20), "k": (8, 20), "v": (8, 20), "o": (20, 24)}
+    tensors = {
+        f"model.layers.0.self_attn.{part}_proj.weight": randn(*size).bfloat16()
+        for part, size in sizes.items()
+    }
+    given = {**tensors}
+    found = impl.joined(tensors, 0, (3, 1), 8)
+    assert all(tensors.get(name) is x for name, x in given.items()), (
+        "the tensors that were given are the caller's"
+    )
+    for name, shape in (("c_attn", (20, 40)), ("c_proj", (24, 20))):
+        assert found[name].shape == shape, f"{name}: shape {tuple(found[name].shape)}, not {shape}"
+        assert_like(found[name], tensors["model.layers.0.self_attn.q_proj.weight"], name)
+
+
 def refusal(impl: ModuleType, tensors: dict[str, Tensor], what: str) -> str:
     """Return the words with which a layer's matrices are refused."""
     try:
@@ -182,11 +229,13 @@ def refusal(impl: ModuleType, tensors: dict[str, Tensor], what: str) -> str:
 def test_a_matrix_of_another_shape_is_refused(impl: ModuleType, wrong: str) -> None:
     tensors = public_layer()
     name = f"model.layers.5.self_attn.{wrong}_proj.weight"
+    right = tuple(tensors[name].shape)
     tensors[name] = tensors[name][:-12] if wrong != "o" else tensors[name][:, :-12]
     shape = tuple(tensors[name].shape)
     said = refusal(impl, tensors, f"{wrong} of shape {shape}")
     assert name in said, f"{said!r} doesn't name {name}"
-    assert str(shape) in said, f"{said!r} doesn't say the shape, {shape}"
+    for each in (shape, right):
+        assert str(each) in said, f"{said!r} doesn't say both shapes, {shape} and {right}"
 
 
 @pytest.mark.ex11_3
@@ -202,21 +251,23 @@ def test_swapped_matrices_are_refused(impl: ModuleType) -> None:
 @pytest.mark.parametrize("window", [1, 2, 7, 16, 200])
 def test_a_window_goes_on_past_the_context(impl: ModuleType, window: int) -> None:
     model, fed = random_model(), []
+    model.context = 40  # as somebody has set it: not the model's n_ctx, 32
     ids = torch.randint(90, (1, 9), generator=torch.Generator().manual_seed(1))
     hook = model.register_forward_pre_hook(lambda _, args: fed.append(args[0].size(1)))
     found = impl.write_on(model, ids, 60, window)
     hook.remove()
     assert_same(fed, [1] * (9 + 60 - 1), "tokens fed, pass by pass: each once, the last one not")
-    assert model.context == 32, f"model.context is {model.context} afterwards, must be 32 as before"
+    assert model.context == 40, f"model.context is {model.context} afterwards, must be 40 as before"
     model.context = math.inf
     cache = SlidingWindowCache(window)
     expected = [int(token) for token in generate(model, ids, 60, cache=cache)]
-    assert_same(found, expected, f"60 tokens through a window of {window}, a context of 32")
+    assert_same(found, expected, f"60 tokens through a window of {window}, a context of 40")
 
 
 @pytest.mark.ex11_4
 def test_the_context_is_put_back_after_a_failure(impl: ModuleType) -> None:
     model = random_model()
+    model.context = 24
 
     def fail(*_: object) -> None:
         raise KeyboardInterrupt
@@ -224,7 +275,7 @@ def test_the_context_is_put_back_after_a_failure(impl: ModuleType) -> None:
     model.h[1].register_forward_pre_hook(fail)
     with pytest.raises(KeyboardInterrupt):
         impl.write_on(model, torch.tensor([[1, 2, 3]]), 5, 4)
-    assert model.context == 32, f"model.context is {model.context} after a failure, must be 32"
+    assert model.context == 24, f"model.context is {model.context} after a failure, must be 24"
 
 
 @pytest.mark.ex11_5
@@ -246,6 +297,10 @@ def test_moved_keys_are_those_of_the_same_text_further_on(impl: ModuleType, by: 
         axes = ("keys or values", "row", "head", "token", "number")
         assert_close(found, caches[20 + by].layers[layer], f"layer {layer}, by {by}", axes, 2e-3)
         assert torch.equal(kv, given), "the cache itself has changed"
+    half = kv.bfloat16()
+    assert_like(impl.moved(half, by, speed), half, "moved keys and values of bfloat16")
+    away = kv.to("meta")
+    on_meta(lambda: impl.moved(away, by, speed.to("meta")), away, "moved keys and values")
 
 
 class Elsewhere(llama_kv_cache.KVCache):
