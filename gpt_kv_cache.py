@@ -14,7 +14,7 @@ Raschka 2025, "Understanding and Coding the KV Cache in LLMs from Scratch".
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -303,12 +303,12 @@ def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
 
 @torch.no_grad()
 def generate(model: nn.Module, ids: Tensor, max_new_tokens: int, *, temperature: float = 0.0,
-             top_k: int | None = None, stop_id: int | None = None,
+             top_k: int | None = None, stop_ids: Collection[int] = (),
              generator: torch.Generator | None = None,  # NEW
              cache: KVCache | None = None) -> Iterator[Tensor]:  # NEW
     """Yield up to max_new_tokens tokens (B, 1) after ids (B, T), each as soon as it is known. What
     the cache holds of ids isn't read again; the cache grows, and is emptied when the context is
-    full. A row that has produced stop_id goes on producing it; when all have, generation ends.
+    full. A row that has produced one of stop_ids repeats it; when all have, generation ends.
     Raises ValueError, at the first token, if ids is empty or not longer than the cache, or an
     option is out of range."""
     cache = model.new_cache() if cache is None else cache  # NEW
@@ -317,6 +317,7 @@ def generate(model: nn.Module, ids: Tensor, max_new_tokens: int, *, temperature:
         lengths = f"{ids.size(1)} tokens, must be longer than the {len(cache)} in the cache"  # NEW
         raise ValueError(f"ids, {lengths}")  # NEW
     check_options(ids, max_new_tokens, temperature, top_k)
+    stops = torch.tensor([*stop_ids], device=ids.device)  # (N,)
     done = torch.zeros_like(ids[:, :1], dtype=torch.bool)
     for _ in range(max_new_tokens):
         start = context_start(ids.size(1), model.context)
@@ -325,11 +326,11 @@ def generate(model: nn.Module, ids: Tensor, max_new_tokens: int, *, temperature:
             cached_from = start  # NEW
         logits = model(ids[:, start + len(cache) :], cache, last_only=True)[:, -1]  # NEW  (B, V)
         next_id = sample(logits, temperature, top_k, generator)  # (B, 1)
-        if stop_id is not None:
-            next_id = next_id.masked_fill(done, stop_id)
-            done |= next_id == stop_id
+        if len(stops):
+            next_id = torch.where(done, ids[:, -1:], next_id)
+            done = torch.isin(next_id, stops)
         yield next_id
-        if stop_id is not None and done.all():
+        if len(stops) and done.all():
             return
         ids = torch.cat([ids, next_id], dim=1)  # (B, T + 1)
 
@@ -349,7 +350,7 @@ def check_options(ids: Tensor, max_new_tokens: int, temperature: float, top_k: i
 def main(argv: list[str] | None = None) -> None:
     from load_gpt2_weights import NAMES, load_model, load_tokenizer
     from support.cli import CommandLine
-    from support.printing import stream
+    from support.printing import end_tokens_of, stream
 
     example = 'python3 %(prog)s --prompt "Halek lived in" --temperature 0.8'
     cli = CommandLine(__doc__, example, NAMES)
@@ -369,7 +370,7 @@ def main(argv: list[str] | None = None) -> None:
             print(f"\n{args.prompt}", end="", flush=True)
             options = {"temperature": args.temperature, "top_k": args.top_k, **more}
             options["generator"] = torch.Generator(args.device).manual_seed(args.seed)
-            options["stop_id"] = tokenizer.eot_token
+            options["stop_ids"] = end_tokens_of(tokenizer)
             tokens = generate(model, ids, args.max_new_tokens, **options)
             trace = cli.trace(args, tokenizer, model, ids, context_start)
             return stream(tokens, tokenizer, trace=trace, **more)

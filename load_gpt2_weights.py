@@ -23,6 +23,7 @@ from support.cli import CommandLine
 from support.conditions import conditions, random_model
 from support.files import check_fields, download_error, read_json, regular_file, short_repr
 from support.layout import order_for_decoding
+from support.printing import end_tokens_of
 from support.tokenizers import (
     LLAMA3_FILE,
     READERS,
@@ -626,7 +627,9 @@ def main(argv: list[str] | None = None) -> None:
                 continue
             expected = entry["continuation"]
             prompt = torch.tensor([encode(entry["prompt"])], device=args.device)
-            tokens = generate(model, prompt, len(encode(expected)), stop_id=tokenizer.eot_token)
+            tokens = generate(
+                model, prompt, len(encode(expected)), stop_ids=end_tokens_of(tokenizer)
+            )
             continuation = tokenizer.decode([int(token) for token in tokens])
             reproduced.append(continuation == expected)
             print(

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ class Text:
     number: int  # texts are numbered as they arrive
     ids: list[int]
     max_length: int  # with that many tokens the text is complete
-    stop_ids: tuple[int | None, ...] = ()
+    stop_ids: Collection[int] = ()
     temperature: float = 0.0
     top_k: int | None = None
     generator: torch.Generator | None = None  # its own: its draws don't depend on other texts
@@ -353,7 +353,7 @@ class Server:
         self,
         ids: Sequence[int],
         max_new_tokens: int,
-        stop_id: int | tuple[int, ...] | None = None,
+        stop_ids: Collection[int] = (),
         temperature: float = 0.0,
         top_k: int | None = None,
         seed: int = 0,
@@ -365,7 +365,7 @@ class Server:
             self.n_arrived,
             [*ids],
             len(ids) + max_new_tokens,
-            stop_id if isinstance(stop_id, tuple) else (stop_id,),
+            stop_ids,
             temperature,
             top_k,
             generator,
@@ -448,7 +448,7 @@ def serve(
     """Yield (text, token) as they come. Text i continues prompt i // samples, and draws with
     seed + i. Its tokens are those that generate() yields for it alone with that seed, up to what
     rounding does to a tie. Samples of one prompt share the blocks that hold it.
-    options: stop_id (one or several), temperature and top_k, of all texts.
+    options: stop_ids, temperature and top_k, of all texts.
     Raises ValueError, at the first token, if a prompt can't be served, as Server.check() does."""
     server = Server(model, PagedCache(model, n_blocks, block_size), chunk_size)
     for ids in prompts:
@@ -518,7 +518,7 @@ def main(argv: list[str] | None = None) -> None:
             chunk_size=args.chunk,
             samples=samples,
             seed=args.seed,
-            stop_id=ends,
+            stop_ids=ends,
             temperature=args.temperature,
             top_k=args.top_k,
         ):

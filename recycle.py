@@ -18,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -148,7 +148,7 @@ def generate_as_published(
     new_ids: Tensor,
     cache: KVCache,
     max_new_tokens: int,
-    stop_id: int | None = None,
+    stop_ids: Collection[int] = (),
 ) -> Iterator[Tensor]:
     """Yield what the source's call writes (section 4.4.3), `model.generate(input_ids=new_ids,
     past_key_values=cache)` in its version of transformers, 4.45.2.
@@ -166,7 +166,7 @@ def generate_as_published(
     for _ in range(max_new_tokens):
         fed = model(fed, cache, last_only=True)[:, -1].argmax(dim=-1, keepdim=True)
         yield fed
-        if int(fed) == stop_id:
+        if int(fed) in stop_ids:
             return
 
 
@@ -236,11 +236,11 @@ def generate_by(
 ) -> Iterator[Tensor]:
     """Return the greedy tokens after a new prompt by one of WAYS, given what it reuses; they fill
     the cache further."""
-    model, stop_id = recycler.store.model, recycler.tokenizer.eot_token
+    model, stop_ids = recycler.store.model, end_tokens_of(recycler.tokenizer)
     ids = torch.tensor([recycler.encode_new(text)], device=model.wte.weight.device)
     if way == "published" and len(cache):
-        return generate_as_published(model, ids[:, len(cache) :], cache, max_new_tokens, stop_id)
-    return generate(model, ids, max_new_tokens, stop_id=stop_id, cache=cache)
+        return generate_as_published(model, ids[:, len(cache) :], cache, max_new_tokens, stop_ids)
+    return generate(model, ids, max_new_tokens, stop_ids=stop_ids, cache=cache)
 
 
 def compare_ways(recycler: Recycler, text: str, max_new_tokens: int) -> dict[str, Outcome]:
@@ -453,12 +453,10 @@ class Conversation:
 
     def generate_answer(self, ids: list[int], cache: KVCache) -> Iterator[int]:
         """Yield the tokens after a text up to the end of the answer."""
-        model, stop_id = self.store.model, self.tokenizer.eot_token
+        model, ends = self.store.model, self.end_tokens
         prompt = torch.tensor([ids], device=model.wte.weight.device)
-        for token in generate(model, prompt, self.max_new_tokens, stop_id=stop_id, cache=cache):
+        for token in generate(model, prompt, self.max_new_tokens, stop_ids=ends, cache=cache):
             yield int(token)
-            if int(token) in self.end_tokens:
-                return
             if not self.dialogue and "\n" in self.tokenizer.decode([int(token)]):
                 return
 

@@ -18,7 +18,7 @@ Source: Leviathan, Kalman and Matias 2023, "Fast Inference from Transformers via
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -37,7 +37,7 @@ from gpt_kv_cache import (
     sample,
 )
 from pair import Pair, load_pair
-from support.printing import stream
+from support.printing import end_tokens_of, stream
 from support.tables import table
 from support.timing import run_in_turns, time_call
 
@@ -138,11 +138,11 @@ def verify_draft(
     return torch.cat([draft.tokens[:, :accepted], token[None].to(unread.device)], 1)
 
 
-def cut_after(tokens: Tensor, stop_id: int | None) -> Tensor:
-    """Return tokens (1, N) up to the first that is stop_id."""
-    written = tokens[0].tolist()
-    if stop_id in written:
-        return tokens[:, : written.index(stop_id) + 1]
+def cut_after(tokens: Tensor, stop_ids: Collection[int]) -> Tensor:
+    """Return tokens (1, N) up to the first that is one of stop_ids."""
+    for i, token in enumerate(tokens[0].tolist()):
+        if token in stop_ids:
+            return tokens[:, : i + 1]
     return tokens
 
 
@@ -175,7 +175,7 @@ def speculate(
     *,
     temperature: float = 0.0,
     top_k: int | None = None,
-    stop_id: int | None = None,
+    stop_ids: Collection[int] = (),
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
     """Yield the tokens (1, 1) that the teacher alone would write after the pair's prompt (1, T), or, sampled, tokens of
@@ -212,7 +212,7 @@ def speculate(
             room = pair.cached_from + pair.n_ctx - text_length
             draft = drafter(pair, min(k, left - 1, room), choose)
             new = verify_draft(pair, draft, to_probabilities, generator)
-            new = cut_after(new, stop_id)
+            new = cut_after(new, stop_ids)
             accepted = new.size(1) - 1
             cut_caches(pair, text_length + accepted - pair.cached_from, first_new)
             counts.passes += 1
@@ -221,7 +221,7 @@ def speculate(
         pair.ids = torch.cat([pair.ids, new], 1)
         left -= new.size(1)
         yield from new.split(1, 1)
-        if int(new[0, -1]) == stop_id:
+        if int(new[0, -1]) in stop_ids:
             return
 
 
@@ -343,7 +343,7 @@ def main(argv: list[str] | None = None) -> None:
                 counts,
                 top_k=args.top_k,
                 temperature=args.temperature,
-                stop_id=tokenizer.eot_token,
+                stop_ids=end_tokens_of(tokenizer),
                 generator=torch.Generator(args.device).manual_seed(args.seed),
             )
             written, _ = stream(tokens, tokenizer, pair)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import compress
 from gpt_bounded_cache import BCT, GPT, KVCache, SlidingWindowCache, generate
 from load_gpt2_weights import load_model, load_tokenizer
+from support.printing import end_tokens_of
 
 SINKS = 4
 SLOTS = 37  # of a window with the bytes of pocket-bct's memory, one of them spare
@@ -82,7 +83,7 @@ def compare_memories(args: argparse.Namespace, ids: Tensor) -> None:
     options = {
         "temperature": args.temperature,
         "top_k": args.top_k,
-        "stop_id": tokenizer.eot_token,
+        "stop_ids": end_tokens_of(tokenizer),
         "generator": torch.Generator(args.device).manual_seed(args.seed),
     }
     written = exact.write(ids, args.max_new_tokens, **options)

@@ -211,7 +211,7 @@ def continue_prompts(
     model: GPT, tokenizer: Encoding, prompts: list[Sequence[int]], **options: object
 ) -> list[str]:
     """Return the text that a model writes after each of some prompts of as many tokens."""
-    tokens = generate(model, torch.tensor(prompts), 400, stop_id=tokenizer.eot_token, **options)
+    tokens = generate(model, torch.tensor(prompts), 400, stop_ids=[tokenizer.eot_token], **options)
     rows = torch.cat([*tokens], dim=1).tolist()
     return [tokenizer.decode(row).partition("<|endoftext|>")[0] for row in rows]
 

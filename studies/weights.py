@@ -21,6 +21,7 @@ from studies.core import StudyLine
 from studies.projection import study as projection
 from studies.recycling import study as recycling
 from support.files import read_json
+from support.printing import end_tokens_of
 from support.tables import table
 
 DIALOGUE_MODEL = "microsoft/DialoGPT-medium"  # the model of the recycling study
@@ -56,7 +57,7 @@ def compare_lecture_files(
     for file, (module, new_cache) in LECTURE_FILES.items():
         model_class = Llama if is_llama else module.GPT
         model = load_model(model_name, model_class=model_class, device=device, dtype=dtype)
-        n_ctx, options = model.config.n_ctx, {"stop_id": tokenizer.eot_token}
+        n_ctx, options = model.config.n_ctx, {"stop_ids": end_tokens_of(tokenizer)}
         if new_cache:
             options["cache"] = new_cache(n_ctx)
         text = torch.cat([prompt, *module.generate(model, prompt, new_tokens, **options)], dim=1)

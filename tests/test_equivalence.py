@@ -298,7 +298,7 @@ def test_context_forgets_its_oldest_half_when_full(module: ModuleType) -> None:
 
 
 @every_file
-def test_stop_id_ends_each_row_and_then_the_batch(module: ModuleType) -> None:
+def test_stop_ids_end_each_row_and_then_the_batch(module: ModuleType) -> None:
     ids = torch.tensor([[1, 2], [3, 4]])
     config = module.GPTConfig(**TINY | {"vocab_size": 12, "n_ctx": 64})
     for seed in range(100):  # to one whose rows come to a common token, and vary before and after
@@ -309,10 +309,20 @@ def test_stop_id_ends_each_row_and_then_the_batch(module: ModuleType) -> None:
             break
     stop = max(both, key=lambda token: min(one.index(token), two.index(token)))
     ends = [row.index(stop) for row in free]
-    stopped = text(module.generate(model, ids, 40, stop_id=stop)).tolist()
+    stopped = text(module.generate(model, ids, 40, stop_ids=[stop])).tolist()
     assert 0 < min(ends) < max(ends) and len(stopped[0]) == max(ends) + 1
     for row, free_row, end in zip(stopped, free, ends, strict=True):
         assert row == free_row[:end] + [stop] * (max(ends) + 1 - end)
+    stops = (one[0], two[1])  # of several, a row repeats its first
+    ends = [min(row.index(token) for token in stops if token in row) for row in free]
+    stopped = text(module.generate(model, ids, 40, stop_ids={*stops})).tolist()
+    for row, free_row, end in zip(stopped, free, ends, strict=True):
+        assert row == free_row[:end] + [free_row[end]] * (max(ends) + 1 - end)
+    after_one = torch.tensor([[1, stop], [3, stop]])  # a prompt's ends nothing
+    begun, free_begun = [
+        text(module.generate(model, after_one, 2, stop_ids=ends)) for ends in ([stop], ())
+    ]
+    assert torch.equal(begun[:, :1], free_begun[:, :1])
 
 
 @every_file

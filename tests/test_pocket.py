@@ -68,7 +68,7 @@ def test_names_come_from_the_prompt(name: str, tokenizer) -> None:
     texts = []
     for person in ("Halek", "Zanav"):
         ids = torch.tensor([tokenizer.encode_ordinary(prompt.format(person, person))])
-        generated = write(shipped_model(name), ids, 120, stop_id=tokenizer.eot_token)
+        generated = write(shipped_model(name), ids, 120, stop_ids=[tokenizer.eot_token])
         texts.append(tokenizer.decode([*map(int, generated)]))
     assert "Halek" in texts[0] and "Zanav" in texts[1] and "Halek" not in texts[1]
 

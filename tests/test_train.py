@@ -354,7 +354,7 @@ def test_answers_agrees_with_greedy_decoding() -> None:
     correct_count = 0
     for question in questions:
         ids = torch.tensor([tokenizer.encode_ordinary(question.prompt)])
-        generated = generate(model, ids, 20, stop_id=tokenizer.eot_token)
+        generated = generate(model, ids, 20, stop_ids=[tokenizer.eot_token])
         line = tokenizer.decode([t.item() for t in generated]).split("\n")[0]
         correct_count += line.removesuffix("<|endoftext|>") == f" {question.answer}"
     share = evaluation.score_answers(model, tokenizer, questions)[1]

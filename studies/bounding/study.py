@@ -33,6 +33,7 @@ from load_gpt2_weights import load_tokenizer
 from pocket import corpus
 from pocket.evaluation import score_answers, token_losses
 from studies.core import Rows, Setting, run_study
+from support.printing import end_tokens_of
 from support.statistics import bleu, bleu_counts, bootstrap, perplexity, wilson_interval
 from support.tokenizers import END_OF_TEXT
 
@@ -100,7 +101,7 @@ def explanation_counts(
     counts = []
     for question in questions:
         ids = torch.tensor([tokenizer.encode_ordinary(question.prompt)])
-        new_ids = memory.write(ids, 220, stop_id=tokenizer.eot_token)[0].tolist()
+        new_ids = memory.write(ids, 220, stop_ids=end_tokens_of(tokenizer))[0].tolist()
         text = tokenizer.decode(new_ids).removesuffix(END_OF_TEXT).strip()
         counts.append(bleu_counts(text, question.answer))
     return np.array(counts)

@@ -72,6 +72,7 @@ from studies.projection.ways import (
     read_pairs,
 )
 from support.layout import order_for_decoding
+from support.printing import end_tokens_of
 from support.statistics import area_under_roc, bootstrap, ratio_of_sums, rouge_l, wilson_interval
 from support.timing import run_in_turns
 from support.tokenizers import END_OF_TEXT
@@ -139,7 +140,7 @@ def score_answer(trial: Trial, prompt: Prompt, *first_tokens: int) -> float:
     after the first token, if it has been emitted already."""
     max_tokens = (80 if trial.long_answers else 24) - len(first_tokens)
     ids = trial.batch_of([*prompt.ids, *first_tokens])
-    tokens = generate(trial.model, ids, max_tokens, stop_id=trial.tokenizer.eot_token)
+    tokens = generate(trial.model, ids, max_tokens, stop_ids=end_tokens_of(trial.tokenizer))
     text = trial.tokenizer.decode([*first_tokens, *map(int, tokens)]).partition(END_OF_TEXT)[0]
     if trial.long_answers:
         return rouge_l(text, prompt.answer)

@@ -25,6 +25,7 @@ from studies.projection.segments import SegmentMap, Segments, measure_segments, 
 from support.encoders import PairEncoder
 from support.files import read_csv
 from support.geometry import kv_heads
+from support.printing import end_tokens_of
 from support.regression import ridge
 from support.statistics import kl
 
@@ -225,7 +226,7 @@ class Trial:
         if answer:
             return self.tokenizer.encode(f" {answer}\n", allowed_special="all")[:FOLLOWING_TOKENS]
         tokens = generate(
-            self.model, self.batch_of(ids), FOLLOWING_TOKENS, stop_id=self.tokenizer.eot_token
+            self.model, self.batch_of(ids), FOLLOWING_TOKENS, stop_ids=end_tokens_of(self.tokenizer)
         )
         return [int(token) for token in tokens]
 
