@@ -13,7 +13,7 @@ from torch import Tensor
 
 import gpt_kv_cache
 import overfill
-from chapters.checking import assert_close, assert_same
+from chapters.checking import assert_close, assert_same, fail_in_layer
 from gpt_kv_cache import GPT, GPTConfig, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
 from overfill import Entropy, Periodic, RefreshedPair, generate_refreshed
@@ -63,18 +63,6 @@ def shape_of(cache: KVCache) -> str:
     return f"{len(cache.layers)} layers, {rows} rows, {heads} heads of size {size}"
 
 
-def fail_in_layer(model: GPT, layer: int, ids: Tensor, cache: KVCache) -> None:
-    """A pass that ends in the middle: it leaves keys and values behind what is counted."""
-
-    def fail(*_: object) -> None:
-        raise MemoryError
-
-    hook = model.h[layer].mlp.register_forward_hook(fail)
-    with pytest.raises(MemoryError):
-        model(ids, cache)
-    hook.remove()
-
-
 # --- 7.1 ------------------------------------------------------------------------------------------------------------
 
 
@@ -109,9 +97,10 @@ def test_what_failed_passes_left_does_not_count(
     ids, more = text(9), text(3, 1)
     for longer in ("cache", "source"):
         cache, source = cache_of(student, ids), cache_of(teacher, ids)
-        fail_in_layer(
-            *((student, 1, more, cache) if longer == "cache" else (teacher, 1, more, source))
-        )
+        if longer == "cache":
+            fail_in_layer(student, more, cache, 1)
+        else:
+            fail_in_layer(teacher, more, source, 1)
         theirs = entries(source).clone()
         impl.splice_last(cache, source, 4)
         assert torch.equal(entries(cache)[..., 5:, :], theirs[..., 5:, :]), (
@@ -295,6 +284,11 @@ def test_entropy_is_in_bits_and_of_any_logits(impl: ModuleType) -> None:
     )
     large = impl.entropy(torch.tensor([1e4, 0.0, -1e4]))
     assert float(large) == 0, f"one token is certain: 0 bits, got {float(large)}"
+    ruled_out = torch.tensor([0.0, -math.inf, 0.0, -math.inf])
+    found = float(impl.entropy(ruled_out))
+    assert found == pytest.approx(1), (
+        f"two equal tokens, and two ruled out, with logits of -inf: {found} bits, must be 1"
+    )
     z = torch.randn(3, 4, 50_000, generator=torch.Generator().manual_seed(0))
     q = z.double().softmax(-1)
     expected = -(q * q.log2()).sum(-1).float()
@@ -588,6 +582,18 @@ def test_a_gate_sees_the_students_logits_and_the_tokens_since(
 
 
 @pytest.mark.ex7_5
+def test_nothing_is_kept_for_gradients(impl: ModuleType) -> None:
+    models, asked = [model_of(config, 0).requires_grad_(True) for config in (WIDE, NARROW)], []
+
+    def due(since: int, logits: Tensor) -> bool:
+        asked.append(logits.requires_grad)
+        return since >= 3
+
+    impl.generate(*models, text(5), 9, due)
+    assert not any(asked), "each pass is kept for gradients: decorate it with torch.no_grad()"
+
+
+@pytest.mark.ex7_5
 def test_pocket_and_its_student(impl: ModuleType) -> None:
     teacher, student = (load_model(name, model_class=GPT) for name in ("pocket", "pocket-student"))
     ids = torch.tensor(
@@ -659,10 +665,13 @@ def verified(
     impl: ModuleType, what: str, text: list[int], draft: list[int], read: KVCache, cache: KVCache
 ) -> list[int]:
     case = f"{what}, after a text of {len(text)}, the student has read {len(cache)} tokens"
+    given = [*text], [*draft]
     try:
-        return impl.verify(Speller(), [*text], [*draft], read, cache)
+        added = impl.verify(Speller(), *given, read, cache)
     except ValueError as error:
         pytest.fail(f"{case}: {error}")
+    assert given == (text, draft), f"{case}: text and draft are the caller's, and have changed"
+    return added
 
 
 @pytest.mark.ex7_6
@@ -807,6 +816,19 @@ def test_the_example_of_the_chapter(impl: ModuleType) -> None:
             f"draft [{token}], u [{u}]: probabilities of the next token",
             ("id",),
         )
+
+
+@pytest.mark.ex7_7
+def test_p_and_q_that_differ_by_rounding(impl: ModuleType) -> None:
+    p, least = torch.tensor([[0.5, 0.5], [0.25, 0.75]]), torch.finfo(torch.float32).eps
+    q = torch.tensor([[0.5 + least, 0.5]])
+    given = p.clone(), q.clone()
+    kept, following = impl.accepted(p, q, [0], [1 - least / 2])
+    assert following.isfinite().all() and abs(following.sum() - 1) < 1e-6, (
+        f"p {p[0].tolist()} and q {q[0].tolist()}: {kept} tokens stay, and the next is drawn from {following.tolist()}, "
+        "must have sum 1: nothing is lacking, and 0 / 0 is NaN"
+    )
+    assert torch.equal(p, given[0]) and torch.equal(q, given[1]), "p and q have changed"
 
 
 @pytest.mark.ex7_7
