@@ -169,6 +169,8 @@ def test_the_same_prompt_again(impl: ModuleType, model: GPT) -> None:
     assert all(store[text] is entry for text, entry in entries.items()), (
         "the same prompt has replaced the entry that was there: it must stay, whoever holds it"
     )
+    graphs = [kv.requires_grad for cache in store.values() for kv in cache.layers]
+    assert not any(graphs), "what is stored keeps its pass for gradients: use torch.no_grad()"
     assert_same(first, cold(model, ids, 5), "new tokens of the first run")
     assert_same(again, first, "new tokens of the second run")
     assert fed == [ids[-1], *again[:-1]], (
@@ -470,6 +472,9 @@ def test_two_saves_at_the_same_time(
     move, others = os.replace, [TEXT[:5]]
 
     def overtaken(source: Path, target: Path) -> None:
+        assert Path(source).parent == file.parent, (
+            f"it is written in {Path(source).parent}: from another disk it could not be moved at once"
+        )
         if others:
             other = others.pop()
             impl.save(file, model, other, cache_of(model, other))

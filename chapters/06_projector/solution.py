@@ -44,7 +44,8 @@ def ridge(x: Tensor, y: Tensor, penalty: float) -> Tensor:
     """Return the w (F, O), in float64, with the least |x w - y|^2 + penalty |w|^2, for x (N, F) and y (N, O).
 
     Computed in float64 whatever x and y are, and on their device. Where there are fewer examples than features, no
-    F x F matrix is made: then w = x^T a, and N equations are to be solved for a. Without importing projector.
+    F x F matrix is made: then w = x^T a, and N equations are to be solved for a. Where there are more, no N x N matrix
+    is made. Without importing projector.
     """
     # exercise 6.3
     x, y = x.double(), y.double()

@@ -203,8 +203,9 @@ def test_ridge_of_features_that_are_nearly_the_same(impl: ModuleType) -> None:
 
 
 @pytest.mark.ex6_3
-def test_few_examples_make_no_large_matrix(impl: ModuleType) -> None:
-    N, F, penalty = 8, 3000, 0.1
+@pytest.mark.parametrize(("N", "F"), [(8, 3000), (3000, 8)])
+def test_few_examples_or_features_make_no_large_matrix(impl: ModuleType, N: int, F: int) -> None:
+    penalty = 0.1
     x, y = normal(5, N, F), normal(6, N, 5)
 
     class Largest(TorchDispatchMode):

@@ -300,13 +300,14 @@ def test_unequal_turns_are_refused(impl: ModuleType) -> None:
 
 @pytest.mark.ex8_4
 def test_the_mean_is_that_of_the_prompts(impl: ModuleType) -> None:
-    values, prompt = np.array([1.0, 9.0, 1.0, 1.0, 4.0]), np.array([7, 3, 7, 7, 5])
+    values, prompt = np.array([1.0, 9.0, 1.0, 4.0, 4.0]), np.array([7, 3, 7, 7, 5])
     mean, low, high = impl.interval(values, prompt)
-    assert mean == pytest.approx((1 + 9 + 4) / 3), (
+    assert mean == pytest.approx((2 + 9 + 4) / 3), (
+        f"prompts with results 1, 1, 4; 9; and 4: mean {mean:.4f}, must be 5, that of their means 2, 9 and 4; "
         "each prompt counts once, however many results it has"
     )
-    assert low == pytest.approx(1) and high == pytest.approx(9), (
-        "three prompts can all be drawn alike"
+    assert low == pytest.approx(2) and high == pytest.approx(9), (
+        f"three prompts can all be drawn alike: from {low:.4f} to {high:.4f}, must be 2 to 9"
     )
     _, low, high = impl.interval(values, prompt, draws=1)
     assert low == high, f"draws=1: the interval of one draw is a point, and not {low} to {high}"

@@ -560,6 +560,13 @@ def test_the_model_stays_as_it_was(impl: ModuleType, prompt: list[int]) -> None:
     model = load_model("pocket", model_class=GPT)
     impl.send(io.BytesIO(), model, prompt)
     assert not hooks_of(model), f"{hooks_of(model)} hooks are left on the model"
+    weights = {name: x.clone() for name, x in model.state_dict().items()}
+    for training in (True, False):
+        impl.send(io.BytesIO(), model.train(training), prompt)
+        assert model.training == training, f"training was {training}, and is {model.training}"
+    for name, x in model.state_dict().items():
+        same = x.dtype == weights[name].dtype and torch.equal(x, weights[name])
+        assert same, f"{name} of the model has changed"
     with pytest.raises(OSError, match="no space left"):
         impl.send(Full(), model, prompt)
     assert not hooks_of(model), (

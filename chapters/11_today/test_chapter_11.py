@@ -253,9 +253,16 @@ def test_a_window_goes_on_past_the_context(impl: ModuleType, window: int) -> Non
     model, fed = random_model(), []
     model.context = 40  # as somebody has set it: not the model's n_ctx, 32
     ids = torch.randint(90, (1, 9), generator=torch.Generator().manual_seed(1))
-    hook = model.register_forward_pre_hook(lambda _, args: fed.append(args[0].size(1)))
+    contexts: set[float] = set()
+
+    def look(model: Llama, args: tuple[Tensor, ...]) -> None:
+        fed.append(args[0].size(1))
+        contexts.add(model.context)
+
+    hook = model.register_forward_pre_hook(look)
     found = impl.write_on(model, ids, 60, window)
     hook.remove()
+    assert contexts == {math.inf}, f"model.context is {contexts} in the passes, must be inf"
     assert_same(fed, [1] * (9 + 60 - 1), "tokens fed, pass by pass: each once, the last one not")
     assert model.context == 40, f"model.context is {model.context} afterwards, must be 40 as before"
     model.context = math.inf
