@@ -111,6 +111,11 @@ def test_a_token_is_left_to_feed(impl: ModuleType) -> None:
     )
     assert impl.longest([[1]], [1])[1] == 0, "a prompt of one token has to be fed whole"
     assert impl.longest([], [1, 2])[1] == 0, "nothing is stored: the number is 0"
+    long = list(range(1000))
+    found = impl.longest([long[:700], long], [*long, 7])
+    assert found == (1, 1000), (
+        f"texts of 700 and 1,000 tokens, and the longer one with one more: {found}"
+    )
 
 
 # --- 5.2 ------------------------------------------------------------------------------------------------------------
@@ -128,7 +133,7 @@ def test_many_prompts_answered_as_cold_with_nothing_read_twice(
             text += [draw.randrange(50) for _ in range(draw.randint(0, 6))]
         else:
             text = [draw.randrange(50) for _ in range(draw.randint(1, 12))]
-        text, n = text[:60], draw.randint(1, 8)
+        text, n = text[:60], draw.choice([*range(1, 9), 30])
         expected = cold(model, text, n)
         reusable = max((shared(other, text) for other in store), default=0)
         before = text.copy()
@@ -324,12 +329,15 @@ def test_what_is_loaded_is_what_was_saved(impl: ModuleType, model: GPT, file: Pa
 def test_models_of_other_shapes_and_dtypes(
     impl: ModuleType, tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    config = GPTConfig(vocab_size=50, n_ctx=20, n_layer=2, n_head=3, n_embd=24, head_dim=4)
+    config = GPTConfig(vocab_size=90_000, n_ctx=20, n_layer=2, n_head=3, n_embd=24, head_dim=4)
     model, file = make_model(config=config).to(dtype), tmp_path / "entry.safetensors"
-    impl.save(file, model, TEXT, cache_of(model, TEXT))
-    cache, _ = loaded(impl, file, model, [*TEXT, 1])
-    assert len(cache) == len(TEXT), f"a model of {dtype}: {len(cache)} tokens, must be {len(TEXT)}"
-    for found, kv in zip(cache.layers, cache_of(model, TEXT).layers, strict=True):
+    ids = [80_000 + i for i in TEXT]  # more than 16 bits
+    impl.save(file, model, ids, cache_of(model, ids))
+    cache, _ = loaded(impl, file, model, [*ids, 1])
+    assert len(cache) == len(ids), (
+        f"a model of {dtype}, ids of {min(ids)} and more: {len(cache)} tokens, must be {len(ids)}"
+    )
+    for found, kv in zip(cache.layers, cache_of(model, ids).layers, strict=True):
         assert found.dtype == dtype, f"a model of {dtype}, and a cache of {found.dtype}"
         assert torch.equal(found, kv), f"a model of {dtype}: keys and values have changed"
 

@@ -405,9 +405,10 @@ def test_verdict(impl: ModuleType) -> None:
             )
     means_within = at(0.4, 0.1), at(0.81, 0.02), at(0.0, 0.04)
     means_beyond = at(0.3, 0.1), at(0.79, 0.02), at(0.03, 0.04)
+    just_short = (0.4, 0.35 - 1e-9, 0.45), (0.9, 0.8 - 1e-9, 1.0), (0.0, -0.01, 0.01 + 1e-9)
     at_the_bound = (0.3, 0.25, 0.35), (0.7, 0.6, 0.8), (0.02, 0.01, 0.03)
     for i in range(3):
-        for part in (means_within[i], means_beyond[i], at_the_bound[i], None):
+        for part in (means_within[i], means_beyond[i], just_short[i], at_the_bound[i], None):
             parts = [*good[:i], part, *good[i + 1 :]]
             assert impl.verdict(*parts) == "UNDECIDED", f"{parts}: not shown, and not refuted"
 

@@ -246,6 +246,9 @@ def test_a_window_of_the_period_is_no_window(impl: ModuleType) -> None:
     )
     assert len(impl.refreshed(9, 24, 8)) == 2, "the last token written is read by nobody"
     assert impl.refreshed(9, 8, 8) == [] and impl.refreshed(9, 0, 8) == []
+    found = [list(part) for part in impl.refreshed(1000, 2001, 1000)]
+    expected = [list(range(1000, 2000)), list(range(2000, 3000))]
+    assert_same(found, expected, "prompt of 1000, 2001 tokens written, every 1000")
 
 
 @pytest.mark.ex7_2
@@ -262,6 +265,10 @@ def test_the_teacher_reads_what_the_real_one_reads(
             found = impl.teacher_reads(prompt, new, every, keeps)
             what = f"prompt of {prompt}, {new} tokens written, every {every}, keeps: {keeps}"
             assert found == real, f"{what}: {found} tokens, the real teacher reads {real}"
+    found = [impl.teacher_reads(1000, 2001, 1000, keeps) for keeps in (True, False)]
+    assert found == [2000, 5000], (
+        f"prompt of 1000, 2001 tokens written, every 1000: {found} tokens with a cache and without, must be [2000, 5000]"
+    )
 
 
 # --- 7.3 ------------------------------------------------------------------------------------------------------------

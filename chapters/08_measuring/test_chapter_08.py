@@ -163,6 +163,9 @@ def test_where_nothing_is_queued(impl: ModuleType) -> None:
     alone = Device([40.0])
     times = impl.step_times(alone.tokens(), 0, alone.clock, alone.wait)
     assert_times(times, [40.1], "n is 0: the first token alone")
+    many = Device([1.0] * 200)
+    times = impl.step_times(many.tokens(), 150, many.clock, many.wait)
+    assert_times(times, [1.1] * 151, "150 tokens after the first, a millisecond each")
 
 
 @pytest.mark.ex8_2

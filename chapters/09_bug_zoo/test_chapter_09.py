@@ -185,6 +185,19 @@ CHUNKS = planted(
             "        return (kv[0][:1].expand_as(kv[0]) if len(self) else kv[0]), kv[1], mask",
         ),
     ),
+    "From the third piece on, all rows of a batch read the first row's keys.": lambda: changed(
+        KV,
+        (
+            "        return kv[0], kv[1], mask  # NEW",
+            "        late = getattr(self, 'pieces', 0) > 1\n"
+            "        return (kv[0][:1].expand_as(kv[0]) if late else kv[0]), kv[1], mask",
+        ),
+        (
+            "        self.pos = torch.cat([self.pos, pos]) if len(self) else pos  # NEW",
+            "        self.pieces = getattr(self, 'pieces', 0) + 1\n"
+            "        self.pos = torch.cat([self.pos, pos]) if len(self) else pos",
+        ),
+    ),
     "What is read from the cache is the first layer's, in every layer.": lambda: changed(
         KV, (f"torch.cat([{HELD}", f"torch.cat([{HELD.replace('[layer]', '[0]')}")
     ),

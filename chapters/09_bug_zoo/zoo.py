@@ -18,6 +18,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 import gpt_baseline
 import gpt_bounded_cache
@@ -134,7 +135,7 @@ def survey(impl: ModuleType) -> dict[str, list[bool]]:
         "ring": [impl.check_ring],
     }
     found = {}
-    for name in BUGS:
+    for name in tqdm(BUGS, unit="bug", disable=None):  # a minute; slow checks take longer
         try:
             text, logits = naive(mutant(name))
         except Exception:
