@@ -5,6 +5,7 @@ import math
 import os
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -178,7 +179,7 @@ class CommandLine(argparse.ArgumentParser):
             default=default,
             type=cache_class,
             metavar="FILE.py",
-            help="use the class Cache of this file, such as chapters/02_kv_cache/exercise.py",
+            help="run this file and use its class Cache, such as chapters/02_kv_cache/exercise.py",
         )
 
     def add_trace_argument(self) -> None:
@@ -215,6 +216,7 @@ class CommandLine(argparse.ArgumentParser):
         the body, the project's ways to say that an input is bad, become one sentence and exit
         status 2, Ctrl-C exit status 130, once what is under way has been cleaned up."""
         words = sys.argv[1:] if argv is None else argv
+        open_closed_streams()
         try:
             if hasattr(sys.stdout, "reconfigure"):  # a terminal without é shows \xe9
                 sys.stdout.reconfigure(errors="backslashreplace")
@@ -309,6 +311,14 @@ def shortened(message: str) -> str:
     return re.sub(r"(\S{50})\S{150,}", r"\1 ...", message)
 
 
+def open_closed_streams() -> None:
+    """Let standard streams that were closed (>&-) be empty and take everything: a file that is opened later would
+    get their numbers, and what C code prints."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+
+
 def flush_output() -> None:
     """Write what is left in the buffer of the standard output. Raises OSError if it can't be written."""
     try:
@@ -379,14 +389,23 @@ def output_file(text: str) -> Path:
 
 
 def cache_class(text: str) -> type:
-    """Argument type: a Python file, as the class Cache in it."""
+    """Argument type: a Python file, which is run, as the class Cache in it."""
     path = Path(text)
     if path.suffix != ".py":
         raise argparse.ArgumentTypeError(f"{text} is no Python file")
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    file = path.resolve()
     try:
-        cache = getattr(import_file(path), "Cache", None)
-    except SyntaxError as error:
-        raise argparse.ArgumentTypeError(f"{text}, line {error.lineno}: {error.msg}") from error
+        cache = getattr(import_file(file), "Cache", None)
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(file)]
+        if isinstance(error, SyntaxError) and error.filename == str(file):
+            lines = [error.lineno]
+        place = f"{text}, line {lines[-1]}" if lines else text
+        cause = traceback.format_exception_only(error)[-1]
+        raise argparse.ArgumentTypeError(f"{place}: {' '.join(cause.split())}") from error
     if not isinstance(cache, type):
         raise argparse.ArgumentTypeError(f"{text} has no class Cache")
     return cache

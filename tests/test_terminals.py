@@ -38,6 +38,25 @@ def test_a_study_notices_first_that_it_can_not_write(name: str, tmp_path: Path) 
     refused(start(f"studies.{name} {shlex.join(words)}"), "argument --out: ")
 
 
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("1 / 0", "line 2: ZeroDivisionError: division by zero"),
+        ("def f(:", "line 2: SyntaxError: invalid syntax"),
+        ("raise SystemExit(3)", "line 2: SystemExit: 3"),
+        ("open('gone')", "line 2: FileNotFoundError: [Errno 2] No such file or directory: 'gone'"),
+        ("def f():\n    raise ValueError('two\\nlines')\n\nf()", "line 3: ValueError: two lines"),
+    ],
+)
+def test_a_cache_file_that_fails_says_its_error_and_line(
+    code: str, says: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"# a cache\n{code}\n")
+    refused(start(f"gpt_kv_cache --cache {file}"), f"{file}, {says}")
+    refused(start(f"gpt_kv_cache --cache {os.path.relpath(file)}"), f"mine.py, {says}")
+
+
 @pytest.mark.slow
 def test_streams_that_take_nothing() -> None:
     def shell(words: str, **environment: str) -> Ran:
@@ -47,6 +66,12 @@ def test_streams_that_take_nothing() -> None:
     refused(full, "can't write the output: No space left on device")
     early = shell("--max-new-tokens 60 | head -c 20; exit ${PIPESTATUS[0]}")
     assert (early.code, early.err) == (0, "")
+    closed = shell("--max-new-tokens 5 <&- >&- 2>&-")
+    assert closed.code == 0
+    closed = shell("--max-new-tokens 5 >&-")
+    assert (closed.code, closed.out, closed.err) == (0, "", "")
+    chat = process("bash", "-c", f"{sys.executable} recycle.py chat <&-")
+    assert (chat.code, chat.err) == (0, "")
     gone = shell("--help | true; exit ${PIPESTATUS[0]}", PYTHONUNBUFFERED="1")
     assert (gone.code, gone.err) == (0, "")
     ascii_only = shell("--help", PYTHONIOENCODING="ascii:strict", COLUMNS="20")
