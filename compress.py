@@ -219,7 +219,8 @@ def quantize(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
             f"{bits} bits need a head size that is a multiple of {codes_per_byte}, got {D}"
         )
     zero = x.amin(dim, keepdim=True)
-    scale = (x.amax(dim, keepdim=True) - zero) / (2**bits - 1)
+    span = x.amax(dim, keepdim=True).float() - zero.float()  # in float16 it may overflow
+    scale = (span / (2**bits - 1)).to(x.dtype)
     divisor = scale.float().clamp_min(torch.finfo(torch.float32).tiny)  # of equal numbers it is 0
     codes = ((x.float() - zero.float()) / divisor).round().clamp(0, 2**bits - 1).to(torch.uint8)
     codes = codes.unflatten(-1, (-1, codes_per_byte))
@@ -233,7 +234,9 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
         return codes
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
     codes = (codes[..., None] >> shifts) & (2**bits - 1)
-    return codes.flatten(-2).to(scale.dtype) * scale + zero
+    numbers = codes.flatten(-2) * scale.float() + zero.float()
+    largest = torch.finfo(scale.dtype).max  # a rounded scale may lead above it
+    return numbers.clamp(-largest, largest).to(scale.dtype)
 
 
 class KeptTokens(NamedTuple):
@@ -244,8 +247,14 @@ class KeptTokens(NamedTuple):
 
 class SmallNormCache(CompressedCache):
     """The last `recent` tokens, and of the older ones the `keep` whose keys have the smallest norm:
-    head by head, so that each holds tokens of its own. A key's norm decides for good, so any
-    feeding keeps the same tokens of the same keys; what is evicted is gone.
+    head by head, so that each holds tokens of its own. Norms that agree in their first 12
+    significant bits tie, and the later token stays: equal tokens have keys of equal norm, but for
+    the rounding of their rotation. What is evicted is gone.
+
+    Of the same keys, any feeding keeps the same tokens. In the first layer that evicts, a model's
+    float32 keys are the same but for rounding, which decides only where a norm lies at the edge of a
+    tie. The keys of later layers are computed from what was still held, so they, and the tokens
+    that stay, depend on how a text was fed.
 
     skip: the first layers keep everything (the source skips two). Raises ValueError if a number is
     out of range.
@@ -271,7 +280,9 @@ class SmallNormCache(CompressedCache):
         if layer < self.skip or n_old <= self.keep:
             return KeptTokens(kv)
         norm = kv[0, :, :, :n_old].float().norm(dim=-1)  # (B, H, n_old)
-        kept_indices = norm.topk(self.keep, largest=False).indices.sort().values  # (B, H, keep)
+        coarse_norm = norm.view(torch.int32) >> 12  # its exponent and the first 12 significant bits
+        latest_first = coarse_norm.flip(-1).argsort(dim=-1, stable=True)[..., : self.keep]
+        kept_indices = (n_old - 1 - latest_first).sort().values  # (B, H, keep)
         kept_indices = kept_indices[None, ..., None].expand(2, -1, -1, -1, kv.size(4))
         kept = kv[..., :n_old, :].gather(3, kept_indices)
         return KeptTokens(torch.cat([kept, kv[..., n_old:, :]], dim=3))
