@@ -334,10 +334,14 @@ def context_start(n_tokens: int, n_ctx: int) -> int:
 
 def sample(logits: Tensor, temperature: float, top_k: int | None,
            generator: torch.Generator | None) -> Tensor:
-    """Choose the next tokens (B, 1) from logits (B, V): the best at temperature 0, else a draw."""
+    """Choose the next tokens (B, 1) from logits (B, V): the best at temperature 0, else a draw.
+    Raises ValueError if the largest logit of a row isn't finite."""
+    best = logits.max(dim=-1, keepdim=True)  # values and indices (B, 1)
+    if not best.values.isfinite().all():
+        raise ValueError(f"logits aren't finite: activations overflow (in {logits.dtype})")
     if temperature == 0:
-        return logits.argmax(dim=-1, keepdim=True)
-    logits = logits.float() - logits.max(dim=-1, keepdim=True).values  # <= 0: no overflow below
+        return best.indices
+    logits = logits.float() - best.values  # <= 0: no overflow below
     if top_k is not None:
         logits = keep_top_k(logits, top_k)
     return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
@@ -358,7 +362,7 @@ def generate(model: nn.Module, ids: Tensor, max_new_tokens: int, *, temperature:
     the cache holds of ids isn't read again; the cache grows, and is emptied when the context is
     full. A row that has produced one of stop_ids repeats it; when all have, generation ends.
     Raises ValueError, at the first token, if ids is empty or not longer than the cache, or an
-    option is out of range."""
+    option is out of range, and at any token whose logits aren't finite."""
     cache = model.new_cache() if cache is None else cache  # NEW
     cached_from = 0  # NEW  index in ids of the first cached token
     if ids.dim() == 2 and len(cache) > 0 and ids.size(1) <= len(cache):  # NEW

@@ -205,7 +205,8 @@ class Batch:
     """What a model takes as the cache of a pass over tokens of many texts, one after the other in a
     single row (1, T): no text is padded to another's length, and a shared block is read once.
 
-    A pass that fails changes nothing: what it wrote lies behind the tokens that count as read.
+    A pass that fails changes nothing: what it wrote lies behind the tokens that count as read. One whose keys and values
+    aren't finite fails, with a ValueError.
     """
 
     def __init__(self, cache: PagedCache, texts: Sequence[Text], counts: Sequence[int]) -> None:
@@ -234,6 +235,7 @@ class Batch:
         self.blocks = torch.tensor(blocks).to(device)
         self.mask = mask.to(device)
         self.pos = pos.to(device)
+        self.finite = torch.tensor(True, device=device)
 
     def __len__(self) -> int:
         return max(text.n_read for text in self.texts)
@@ -248,15 +250,20 @@ class Batch:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Add a layer's keys and values (1, H, T, D) of the tokens at positions pos (T,). Return
         those of all slots (1, H, S, D) and the mask (T, S), which keeps the texts apart."""
-        new = torch.cat([k, v]).nan_to_num(0, 0, 0)  # 0 times a neighbour's NaN would be NaN
-        self.layers[layer].flatten(2, 3)[:, :, self.slots] = new  # (2, H, T, D)
+        new = torch.cat([k, v])
+        self.finite &= new.isfinite().all()
+        # 0 times what isn't finite would be NaN, in all texts that ever list the block.
+        self.layers[layer].flatten(2, 3)[:, :, self.slots] = new.nan_to_num(0, 0, 0)  # (2, H, T, D)
         if len(self.texts) == 1 and not len(self):
             return k, v, None  # all keys are new
         kv = self.cache.gather(layer, self.blocks)  # (2, H, S, D)
         return kv[:1], kv[1:], self.mask
 
     def commit(self, pos: Tensor) -> None:
-        """Count the tokens at positions pos (T,) as read."""
+        """Count the tokens at positions pos (T,) as read. Raises ValueError if a key or value wasn't finite."""
+        if not self.finite:
+            dtype = self.layers.dtype
+            raise ValueError(f"keys and values aren't finite: activations overflow (in {dtype})")
         for text, n in zip(self.texts, self.counts, strict=True):
             self.cache.commit(text, n)
 
@@ -378,7 +385,8 @@ class Server:
 
     @torch.no_grad()
     def step(self) -> list[tuple[int, int]]:
-        """Admit what fits, run one pass, and return the texts that it wrote to and the tokens."""
+        """Admit what fits, run one pass, and return the texts that it wrote to and the tokens. Raises ValueError, and
+        adds no token to any text, if keys, values or logits aren't finite."""
         while self.waiting and not self.prefilling and len(self.running) < self.max_running:
             if not self.admit():
                 break
@@ -392,8 +400,17 @@ class Server:
         counts = [min(text.n_unread, self.chunk_size) for text in texts]  # 1 when decoding
         batch = Batch(self.cache, texts, counts)
         logits = self.model(batch.ids, batch, last_only=self.prefilled_last)[0]  # (texts, V)
-        rows = zip(texts, logits[:, None], strict=True)
-        return [self.write_token(text, row) for text, row in rows if not text.n_unread]
+        chosen = []
+        try:
+            for text, row in zip(texts, logits[:, None], strict=True):
+                if not text.n_unread:
+                    token = sample(row, text.temperature, text.top_k, text.generator)
+                    chosen.append((text, int(token)))
+        except ValueError:
+            for text in texts:
+                self.cache.free(text)
+            raise
+        return [self.write_token(text, token) for text, token in chosen]
 
     def admit(self) -> bool:
         """Give the first waiting text the blocks that its tokens need, if one is left for each that
@@ -419,9 +436,8 @@ class Server:
         self.cache.free(self.running[-1])
         self.n_preempted += 1
 
-    def write_token(self, text: Text, logits: Tensor) -> tuple[int, int]:
-        """Add a token to a text that has been read, by its logits (1, V); continue or retire it."""
-        token = int(sample(logits, text.temperature, text.top_k, text.generator))
+    def write_token(self, text: Text, token: int) -> tuple[int, int]:
+        """Add a token to a text that has been read; continue or retire it."""
         text.ids.append(token)
         start = context_start(len(text.ids), self.model.context)
         if token in text.stop_ids or len(text.ids) == text.max_length:

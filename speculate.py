@@ -83,10 +83,12 @@ def draft_from_text(pair: Pair, k: int, choose: Choose) -> Draft:
 
 
 def probabilities(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
-    """Return the distributions (N, V) that sample() draws from; at temperature 0 the likeliest token has all of one."""
+    """Return the distributions (N, V) that sample() draws from; at temperature 0 the likeliest token has all of one.
+    Raises ValueError as sample() does."""
     logits = logits.cpu()  # some devices have no float64, in which the rule is exact to rounding
+    best = sample(logits, 0.0, None, None)  # (N, 1)
     if temperature == 0:
-        return F.one_hot(logits.argmax(-1), logits.size(-1)).double()
+        return F.one_hot(best[:, 0], logits.size(-1)).double()
     if top_k is not None:
         logits = keep_top_k(logits, top_k)
     return (logits.double() / temperature).softmax(-1)

@@ -197,25 +197,57 @@ def test_a_block_handed_out_again_is_found_no_more_nor_are_those_after_it(model:
     assert shared(cache, a.ids).block_table == []
 
 
-def test_nothing_of_another_text_is_seen_not_even_nan(model: nn.Module) -> None:
+def test_overflow_fails_a_pass_and_leaves_nothing_in_blocks(model: nn.Module) -> None:
     """A mask alone keeps no text from another's overflow: 0 times NaN is NaN."""
     cache, a, b = PagedCache(model, 4, 4), new(tokens(12, 1)), new(tokens(12, 2), 1)
     read(model, cache, [b], 1)
 
     def overflow(module: torch.nn.Module, args: object, out: Tensor) -> Tensor:
-        """All keys and values are NaN but those of the last token."""
-        return torch.cat([out[:, :-1] * torch.nan, out[:, -1:]], 1)
+        """Most keys and values of the first token are infinite."""
+        return torch.cat([out[:, :1] * torch.inf, out[:, 1:]], 1)
 
     for n in (3, 1, 5):
         hooks = [block.attn.c_attn.register_forward_hook(overflow) for block in model.h]
-        bad, good = read(model, cache, [a, b], n, 1)
+        with pytest.raises(
+            ValueError, match=r"keys and values aren't finite: .* \(in torch.float32\)"
+        ):
+            read(model, cache, [a, b], n, 1)
         for hook in hooks:
             hook.remove()
-        assert bad.isnan().all()
-        assert_close(good, model(torch.tensor([b.ids[: b.n_read]]))[0, -1:], torch.float32)
+        assert (a.n_read, b.n_read) == (0, 1)
     cache.free(a)
-    (got,) = read(model, cache, [b], 7)  # in blocks that were a's
-    assert_close(got, model(torch.tensor([b.ids[:11]]))[0, -7:], torch.float32)
+    (got,) = read(model, cache, [b], 6)  # in blocks that were a's
+    assert_close(got, model(torch.tensor([b.ids[:7]]))[0, -6:], torch.float32)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_not_finite_add_no_token_to_any_text(
+    model: nn.Module, temperature: float, bad: float
+) -> None:
+    server, written = Server(model, PagedCache(model, 9, 4)), [[], []]
+    for i in range(2):
+        server.add(tokens(5, i), 8, temperature=temperature)
+    while len(written[1]) < 3:
+        for number, token in server.step():
+            written[number].append(token)
+    lengths = [len(text.ids) for text in server.texts]
+
+    def overflow(module: nn.Module, args: object, logits: Tensor) -> Tensor:
+        return logits.index_fill(1, torch.tensor([logits.size(1) - 1]), bad)  # the last text's
+
+    hook = model.register_forward_hook(overflow)
+    for _ in range(3):  # the server goes on failing, and doesn't go on as if nothing were
+        with pytest.raises(ValueError, match="logits aren't finite"):
+            while True:
+                assert server.step() == []
+    hook.remove()
+    assert [len(text.ids) for text in server.texts] == lengths
+    while server.busy:
+        for number, token in server.step():
+            written[number].append(token)
+    if temperature == 0:
+        assert written == [alone(model, tokens(5, i), 8) for i in range(2)]
 
 
 @pytest.mark.parametrize("forked", [False, True])
