@@ -252,8 +252,8 @@ class Batch:
         those of all slots (1, H, S, D) and the mask (T, S), which keeps the texts apart."""
         new = torch.cat([k, v])
         self.finite &= new.isfinite().all()
-        # 0 times what isn't finite would be NaN, in all texts that ever list the block.
-        self.layers[layer].flatten(2, 3)[:, :, self.slots] = new.nan_to_num(0, 0, 0)  # (2, H, T, D)
+        new = new.nan_to_num(0, 0, 0)  # 0 times what isn't finite would be NaN, in other texts too
+        self.layers[layer].flatten(2, 3)[:, :, self.slots] = new  # (2, H, T, D)
         if len(self.texts) == 1 and not len(self):
             return k, v, None  # all keys are new
         kv = self.cache.gather(layer, self.blocks)  # (2, H, S, D)

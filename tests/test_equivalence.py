@@ -344,6 +344,27 @@ def test_sampling_follows_the_softmax_of_the_best_k(module: ModuleType) -> None:
 
 
 @every_file
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_not_finite_are_one_sentence(
+    module: ModuleType, temperature: float, bad: float
+) -> None:
+    logits = torch.tensor([[0.0, 1.0, -math.inf], [0.0, 1.0, 2.0]])  # -inf is never chosen
+    assert module.sample(logits, temperature, 1, None).tolist() == [[1], [2]]
+    for place in ((0, 0), (1, 2)):
+        broken = logits.index_put(tuple(map(torch.tensor, place)), torch.tensor(bad))
+        with pytest.raises(ValueError, match="logits aren't finite: .*torch.float32"):
+            module.sample(broken, temperature, 1, None)
+    with pytest.raises(ValueError, match="logits aren't finite"):
+        module.sample(torch.full((1, 3), -math.inf), temperature, None, None)
+    model = model_of(module.GPTConfig(**TINY), 0)
+    with torch.no_grad():
+        model.ln_f.weight.fill_(3e38)  # finite, as a loader asks
+    with pytest.raises(ValueError, match="logits aren't finite"):
+        next(module.generate(model, torch.tensor([[1, 2]]), 2, temperature=temperature))
+
+
+@every_file
 def test_random_start_is_that_of_gpt2(module: ModuleType) -> None:
     model = module.GPT(module.GPTConfig(vocab_size=500, n_ctx=100, n_layer=8, n_head=2, n_embd=64))
     for name, parameter in model.named_parameters():
