@@ -159,20 +159,33 @@ def fail_in_layer(model: nn.Module, ids: Tensor, cache: object, layer: int) -> N
         model.wte.register_forward_hook(lambda module, args, x: x * float("nan")),
         model.h[layer].mlp.register_forward_hook(fail),
     ]
-    failed = False
+    instead = "nothing fails"
     try:
         model(ids, cache)
     except MemoryError:
-        failed = True
+        instead = ""
     except NotImplementedError:  # a kind of RuntimeError: not written yet
         raise
     except RuntimeError as error:
-        what = f"a pass that is to fail in layer {layer} fails before that"
-        pytest.fail(f"{what}; if another one failed before it, is what that left used? {error}")
+        instead = f"if another one failed before it, is what that left used? {error}"
     finally:
         for hook in hooks:
             hook.remove()
-    assert failed, f"a pass that is to fail in layer {layer} never got there"
+    assert not instead, f"a pass that is to fail in layer {layer} doesn't get there: {instead}"
+
+
+def pass_after_failure(
+    model: Callable[[Tensor, object], Tensor], ids: Tensor, cache: object, what: str
+) -> Tensor:
+    """Return the logits of a pass after one that failed, or fail and say that it has left something."""
+    __tracebackhide__ = True
+    try:
+        return model(ids, cache)
+    except NotImplementedError:  # a kind of RuntimeError: not written yet
+        raise
+    except RuntimeError as error:
+        said = str(error)
+    pytest.fail(f"{what}: does append() use what a failed pass has left? The next pass: {said}")
 
 
 def assert_refused(call: Callable[[], object], what: str, *needed: object) -> None:

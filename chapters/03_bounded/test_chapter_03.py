@@ -1,6 +1,8 @@
 """Chapter 3: bounded in memory, exact in the tokens that they hold, under any cut of the text."""
 
 import random
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from types import ModuleType
 
@@ -10,11 +12,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpt_kv_cache
-from chapters.checking import assert_close, assert_same, fail_in_layer, random_ids
+from chapters.checking import (
+    assert_close,
+    assert_keeps,
+    assert_like,
+    assert_refused,
+    assert_same,
+    fail_in_layer,
+    pass_after_failure,
+    random_ids,
+)
 from gpt_bounded_cache import GPT, GPTConfig, SlidingWindowCache
 
 CONFIG = GPTConfig(vocab_size=100, n_ctx=64, n_layer=3, n_head=2, n_embd=32)
 LOGITS = ("row", "token", "logit")
+NAN = "(NaN is what a failed pass left: nobody may read it, nor mask it)"
 
 
 def loud(model: torch.nn.Module) -> torch.nn.Module:
@@ -35,6 +47,22 @@ def growing() -> gpt_kv_cache.GPT:
     names = ("vocab_size", "n_ctx", "n_layer", "n_head", "n_embd")
     config = {name: getattr(CONFIG, name) for name in names}
     return loud(gpt_kv_cache.GPT(gpt_kv_cache.GPTConfig(**config)))
+
+
+def bytes_of(tokens: int, batch: int = 1) -> int:
+    """Bytes of so many tokens' keys and values."""
+    return 2 * CONFIG.n_layer * batch * CONFIG.n_head * CONFIG.head_dim * tokens * 4
+
+
+def check_layers(cache: object, model: torch.nn.Module, kind: type, ids: Tensor) -> None:
+    """Whether a first pass that failed, of a model with more layers and heads, leaves none of them."""
+    deep = kind(replace(model.config, n_layer=6, n_head=4)).eval()
+    fail_in_layer(deep, ids, cache, 5)
+    model(ids, cache)
+    layers = f"{len(cache.layers)} layers are in the cache, and the model has {CONFIG.n_layer}"
+    assert len(cache.layers) == CONFIG.n_layer, (
+        f"a first pass failed in layer 5 of 6, then another model read the text: {layers}"
+    )
 
 
 def pieces(n: int, draw: random.Random) -> list[tuple[int, int]]:
@@ -101,9 +129,13 @@ def test_memory_that_is_allocated_once_gives_the_logits_of_an_uncached_pass(
             logits.append(growing(ids[:, a:b], cache))
             where.add(tuple(kv.untyped_storage().data_ptr() for kv in cache.layers))
         assert_close(torch.cat(logits, 1), growing(ids), f"text {trial}, {n} tokens", LOGITS)
-        size = 2 * batch * CONFIG.n_head * cache.capacity * CONFIG.head_dim * 4
-        sizes = [kv.untyped_storage().nbytes() for kv in cache.layers]
-        assert sizes == [size] * CONFIG.n_layer
+        what, size = (
+            f"{batch} texts in a cache of {cache.capacity}",
+            bytes_of(cache.capacity, batch),
+        )
+        assert_keeps(cache, size, what, spare=1024)
+        sizes = [kv.nbytes for kv in cache.layers]
+        assert sum(sizes) == size, f"{what}: layers of {sizes} bytes, must be {size} together"
         assert len(where) == 1, "the memory has moved: something was allocated after the first pass"
 
 
@@ -114,12 +146,17 @@ def test_what_is_returned_is_no_copy(impl: ModuleType) -> None:
         pos, new = torch.arange(a, b), torch.randn(2, 1, 2, b - a, 4).bfloat16()
         k, v, mask = cache.append(0, *new, pos)
         cache.commit(pos)
-        assert k.shape == v.shape == (1, 2, b, 4)
+        what = f"{b - a} tokens after {a}"
+        shapes = f"keys {tuple(k.shape)}, values {tuple(v.shape)}, must be {(1, 2, b, 4)}"
+        assert k.shape == v.shape == (1, 2, b, 4), f"{what}: {shapes}"
         if mask is not None or (a and b - a > 1):
             assert mask is not None, "None is plain causal: a chunk after others needs a mask"
-            assert torch.equal(mask, torch.arange(b) <= pos[:, None])
-        assert torch.equal(k[:, :, a:], new[0]) and torch.equal(v[:, :, a:], new[1])
-        assert k.dtype == cache.layers[0].dtype == torch.bfloat16, "memory in the dtype of k"
+            rows = (torch.arange(b) <= pos[:, None]).tolist()
+            assert_same(mask.tolist(), rows, f"{what}: rows of the mask")
+        assert_like(cache.layers, new, f"{what}, memory in the dtype of k: layers")
+        assert torch.equal(k[:, :, a:], new[0]) and torch.equal(v[:, :, a:], new[1]), (
+            f"{what}: the last of the returned keys and values aren't the new ones"
+        )
         for x in (k, v):
             same = x.untyped_storage().data_ptr() == cache.layers[0].untyped_storage().data_ptr()
             assert same, f"{b} tokens: what is returned is a copy, and no view of layers[0]"
@@ -129,7 +166,8 @@ def check_memory(cache: object, size: int) -> None:
     """Whether the first pass allocates zeros, on the device of k."""
     torch.use_deterministic_algorithms(True)  # memory that nobody has written is NaN
     try:
-        cache.append(0, *torch.ones(2, 1, 1, 2, 4), torch.arange(2))
+        new = torch.ones(2, 1, 1, 2, 4, dtype=torch.bfloat16)
+        cache.append(0, *new, torch.arange(2))
     finally:
         torch.use_deterministic_algorithms(False)
     rest = cache.layers[0][..., 2:, :]
@@ -137,6 +175,7 @@ def check_memory(cache: object, size: int) -> None:
     assert (rest == 0).all(), (
         f"slots that nothing was written to hold {rest[0, 0, 0, 0, 0]}: zeros, not empty memory"
     )
+    assert_like(cache.layers, new, "memory in the dtype of k: layers")
 
 
 def check_device(cache: object) -> None:
@@ -200,6 +239,7 @@ def test_a_first_pass_that_fails_leaves_no_layer(
     growing(ids[:, :3], cache)
     many = f"{len(cache.layers)} layers after a first pass that failed and a second that didn't"
     assert len(cache.layers) == CONFIG.n_layer, f"{many}: the model has {CONFIG.n_layer}"
+    check_layers(impl.Preallocated(12), growing, gpt_kv_cache.GPT, ids)
 
 
 @pytest.mark.ex3_2
@@ -210,9 +250,11 @@ def test_a_failed_pass_leaves_nothing_behind(impl: ModuleType, growing: gpt_kv_c
         if read:
             growing(ids[:, :read], cache)
         fail_in_layer(growing, ids[:batch, read : read + 3], cache, 1)
-        assert len(cache) == read
-    what = "5 tokens read, 3 in a pass that failed, then the rest"
-    assert_close(growing(ids[:, 5:], cache), growing(ids)[:, 5:], what, LOGITS)
+        assert len(cache) == read, f"{len(cache)} tokens after a pass that failed, {read} before"
+    what = f"5 tokens read, 3 in a pass that failed, then the rest {NAN}"
+    assert_close(
+        pass_after_failure(growing, ids[:, 5:], cache, what), growing(ids)[:, 5:], what, LOGITS
+    )
 
 
 # --- 3.3 ------------------------------------------------------------------------------------------
@@ -291,8 +333,8 @@ def test_what_is_evicted_cannot_be_kept(impl: ModuleType, model: GPT) -> None:
     for read, keep in [(7, 6), (7, 1), (12, 11), (12, 13), (3, 4), (3, -1)]:
         cache = impl.Ring(4, 2)
         model(ids[:, :read], cache)
-        with pytest.raises(ValueError):
-            cache.truncate(keep)
+        why = f"window 4, {read} tokens read, truncate({keep})"
+        assert_refused(partial(cache.truncate, keep), why)
         changed = f"truncate({keep}) of {read} tokens is refused, and leaves {len(cache)}"
         assert len(cache) == read, f"{changed}: check first, then change"
         cache.truncate(read)
@@ -314,7 +356,8 @@ def test_a_first_pass_that_fails_leaves_no_layer_behind(impl: ModuleType, model:
         many = f"{len(cache.layers)} layers after two first passes that failed in layer {layer}"
         assert len(cache.layers) == CONFIG.n_layer, f"{many}: the model has {CONFIG.n_layer}"
         got, what = torch.cat([first, model(ids[:, 4:], cache)], 1), "first passes that failed"
-        assert_close(got, banded(model, ids, 5, 1), what, LOGITS)
+        assert_close(got, banded(model, ids, 5, 1), f"{what} {NAN}", LOGITS)
+    check_layers(impl.Ring(5, 1), model, GPT, ids)
 
 
 class OneValueASlot(TorchDispatchMode):
@@ -385,6 +428,8 @@ def test_a_ring_is_allocated_once_and_never_more(impl: ModuleType) -> None:
             slots = sizes.pop() / (2 * 2 * CONFIG.n_head * CONFIG.head_dim * dtype.itemsize)
             assert not sizes and slots == 5 + 2 + 1, "window + sinks + 1 slots"
         assert len(where) == 1, "the memory has moved: something was allocated after the first pass"
+        what = f"60 tokens of 2 texts in a ring of 8 slots, {dtype}"
+        assert_keeps(cache, bytes_of(8, batch=2) * dtype.itemsize // 4, what)
 
 
 @pytest.mark.ex3_4
@@ -414,8 +459,9 @@ def test_a_pass_that_fails_anywhere_changes_nothing_that_is_read(
                 model(ids[:, :read], cache)
                 fail_in_layer(model, random_ids(2, more, seed=7), cache, layer)
                 assert len(cache) == read
-                got = torch.cat([model(part, cache) for part in ids[:, read:].split(then, 1)], 1)
-                what = f"{read} tokens, a pass of {more} that fails in layer {layer}, then {then}"
+                what = f"{read} tokens, a pass of {more} that fails in layer {layer}, then {then} {NAN}"
+                parts = ids[:, read:].split(then, 1)
+                got = torch.cat([pass_after_failure(model, part, cache, what) for part in parts], 1)
                 assert_close(got, expected[:, read:], what, LOGITS)
 
 
@@ -445,10 +491,16 @@ def test_what_was_read_can_be_kept_until_the_ring_evicts(
                 model(ids[:, :read], cache)
                 if failed:
                     fail_in_layer(model, random_ids(1, failed, seed=7), cache, CONFIG.n_layer - 1)
-                cache.truncate(keep)
-                assert len(cache) == int(cache.positions(1)) == keep
-                got = torch.cat([model(part, cache) for part in ids[:, keep:].split(1, 1)], 1)
                 what = f"{read} read, {failed} failed, truncate({keep}): window {window}, {sinks=}"
+                try:
+                    cache.truncate(keep)
+                except ValueError as error:
+                    pytest.fail(f"{what}: nothing is evicted yet, and it was refused: {error}")
+                count = f"{len(cache)} tokens, next position {int(cache.positions(1))}"
+                assert len(cache) == int(cache.positions(1)) == keep, f"{what}: {count}"
+                what = f"{what} {NAN}"
+                parts = ids[:, keep:].split(1, 1)
+                got = torch.cat([pass_after_failure(model, part, cache, what) for part in parts], 1)
                 assert_close(got, expected[:, keep:], what, LOGITS)
 
 
@@ -464,7 +516,9 @@ def test_empty_slots_are_not_read(impl: ModuleType) -> None:
 
 @pytest.mark.ex3_5
 def test_prompts_begin_in_the_same_column(impl: ModuleType) -> None:
-    ids, lengths = impl.batch([[5], [1, 2, 3], [4, 6]], 99)
+    prompts = [[5], [1, 2, 3], [4, 6]]
+    ids, lengths = impl.batch(prompts, 99)
+    assert prompts == [[5], [1, 2, 3], [4, 6]], f"batch() has changed the prompts: {prompts}"
     assert_same(ids.tolist(), [[5, 99, 99], [1, 2, 3], [4, 6, 99]], "rows, 99 is padding")
     assert list(lengths) == [1, 3, 2]
     assert ids.dtype == torch.long
@@ -500,6 +554,20 @@ def test_every_row_is_what_its_prompt_alone_gives(
                 expected = growing(torch.tensor([row + new[:n]]))[0, -size:]
                 what = f"prompts of {lengths} tokens, then {n - size}, then {size}"
                 assert_close(got, expected, what, LOGITS)
+        kept, what = bytes_of(len(cache), batch=4), f"4 rows of {len(cache)} columns"
+        assert_keeps(cache, kept, what, spare=8 * 4 * len(cache) + 512)  # their positions
+
+
+@pytest.mark.ex3_5
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_batch_keeps_its_dtype(impl: ModuleType, dtype: torch.dtype) -> None:
+    cache, pos = impl.PaddedBatch([3, 1]), torch.arange(3)
+    new = torch.randn(2, 2, 4, 3, 5).to(dtype)
+    k, v, mask = cache.append(0, *new, pos)
+    assert_like((k, v, cache.layers), new, "keys and values, returned and held: ")
+    shape = f"mask {tuple(mask.shape)}, must be (B, 1, T, S) = (2, 1, 3, 3)"
+    assert mask.shape == (2, 1, 3, 3), shape
+    assert torch.equal(k, new[0]) and torch.equal(v, new[1]), "what was added has changed"
 
 
 @pytest.mark.ex3_5
@@ -513,10 +581,11 @@ def test_a_failed_pass_leaves_a_batch_as_it_was(
     growing(ids, cache)
     fail_in_layer(growing, random_ids(2, 3), cache, 1)
     more = random_ids(2, 2, seed=1)
-    got = growing(more, cache)
+    what = f"two tokens after passes that failed, in the row of two {NAN}"
+    got = pass_after_failure(growing, more, cache, what)
     expected = growing(torch.tensor([[5, 6, *more[1].tolist()]]))
-    what = "two tokens after passes that failed, in the row of two"
     assert_close(got[1], expected[0, 2:], what, LOGITS[1:])
+    check_layers(impl.PaddedBatch(lengths), growing, gpt_kv_cache.GPT, ids)
 
 
 # --- 3.6 ------------------------------------------------------------------------------------------
@@ -535,22 +604,44 @@ def attended(impl: ModuleType, q: Tensor, k: Tensor, v: Tensor, window: int, sin
     return torch.stack(out)
 
 
+def stepped(ring: object, given: tuple[Tensor, ...], what: str) -> Tensor:
+    """What step() returns, or a failure that says what the slots are, and what they are given."""
+    __tracebackhide__ = True
+    try:
+        return ring.step(*given)
+    except NotImplementedError:  # a kind of RuntimeError: not written yet
+        raise
+    except RuntimeError as error:
+        said = str(error)
+    slots, k = (f"of shape {tuple(x.shape)} and {x.dtype}" for x in (ring.keys, given[1]))
+    pytest.fail(f"{what}: a key {k} for slots {slots}: {said}")
+
+
 @pytest.mark.ex3_6
-@pytest.mark.parametrize(("window", "sinks"), [(40, 0), (5, 0), (5, 2), (1, 0), (1, 3), (7, 1)])
+@pytest.mark.parametrize(
+    ("window", "sinks", "heads", "size"),
+    [(40, 0, 2, 8), (5, 0, 2, 8), (5, 2, 3, 4), (1, 0, 2, 6), (1, 3, 1, 10), (7, 1, 5, 2)],
+)
 def test_places_are_counted_among_the_tokens_held(
-    impl: ModuleType, window: int, sinks: int
+    impl: ModuleType, window: int, sinks: int, heads: int, size: int
 ) -> None:
     draw = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(3, 30, 2, 8, dtype=torch.float64, generator=draw)
+    q, k, v = torch.randn(3, 30, heads, size, dtype=torch.float64, generator=draw)
     ring, where = impl.RotaryRing(window, sinks), set()
     expected = attended(impl, q, k, v, window, sinks)
     for t in range(30):
-        got = ring.step(q[t].clone(), k[t].clone(), v[t].clone())
+        given = q[t].clone(), k[t].clone(), v[t].clone()
         what = f"window {window}, {sinks} sinks, token {t}"
+        got = stepped(ring, given, what)
+        same = all(map(torch.equal, given, (q[t], k[t], v[t])))
+        assert same, f"{what}: step() must not change what it is given"
+        assert_like(got, q, f"{what}: what step() returns")
+        assert_like((ring.keys, ring.values), k, f"{what}: the keys and values kept, ")
         assert_close(got, expected[t], what, ("head", "number"), tolerance=1e-6)
         where.add((ring.keys.data_ptr(), ring.values.data_ptr()))
         shapes = (tuple(ring.keys.shape), tuple(ring.values.shape))
-        assert shapes == ((2, sinks + window, 8),) * 2, f"{what}: slots {shapes}"
+        expected_shape = (heads, sinks + window, size)
+        assert shapes == (expected_shape,) * 2, f"{what}: slots {shapes}, must be {expected_shape}"
     assert len(where) == 1, "the memory has moved: something was allocated after the first token"
 
 
@@ -575,6 +666,4 @@ def test_nothing_else_is_kept(impl: ModuleType) -> None:
     ring = impl.RotaryRing(4, 1)
     for _ in range(20):
         ring.step(*torch.randn(3, 2, 8))
-    kept = [x for x in vars(ring).values() if isinstance(x, Tensor | list | dict)]
-    numbers = sum(x.numel() if isinstance(x, Tensor) else len(x) for x in kept)
-    assert numbers <= 2 * 2 * 5 * 8 + 5, f"{numbers} numbers are kept; 5 slots have {2 * 2 * 5 * 8}"
+    assert_keeps(ring, 2 * 2 * 5 * 8 * 4, "20 tokens in 5 slots of 2 heads", spare=64)
