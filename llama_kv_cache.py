@@ -415,8 +415,9 @@ def main(argv: list[str] | None = None) -> None:
         model = load_model(args.model, model_class=Llama, device=args.device,  # LLAMA
                            dtype=args.dtype)  # LLAMA
         tokenizer = load_tokenizer(args.model)
-        cli.wrap_question(args, tokenizer)  # LLAMA
         prompt = tokenizer.encode(args.prompt, allowed_special="all")
+        if args.chat:  # LLAMA
+            prompt = cli.wrap_question(args, tokenizer)  # LLAMA
         ids = torch.tensor([prompt], device=args.device)  # (1, T)
         if len(prompt) > model.context:
             print(f"[of {len(prompt)} tokens, the context of {model.context} holds only the last]")

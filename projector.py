@@ -676,7 +676,8 @@ def answer_question(
     model = first_library.model
     head, end = shared_template(first_library.texts)
     text = f"{head}{line.strip()}{end}"
-    ids = tokenizer.encode(text, allowed_special="all")
+    ids = tokenizer.encode("", allowed_special="all")  # what begins a text, if anything does
+    ids += tokenizer.encode(text, disallowed_special=())  # a control token's name is text
     exact = logits_after(model, ids)  # and a process's first pass is slow
     index, similarity = first_library.nearest(text)
     stored = first_library.texts[index] if index >= 0 else "none"

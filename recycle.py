@@ -403,10 +403,11 @@ class Conversation:
 
     def encode_question(self, line: str) -> list[int]:
         """Return the tokens of a line that was typed, up to where its answer begins."""
-        text = f"Question: {line.strip()}\nAnswer:"
-        if self.dialogue:
-            text = line.strip() + END_OF_TEXT
-        return self.tokenizer.encode(text, allowed_special={END_OF_TEXT}, disallowed_special=())
+        text = line.strip()
+        if not self.dialogue:
+            text = f"Question: {text}\nAnswer:"
+        ids = self.tokenizer.encode(text, disallowed_special=())  # a control token's name is text
+        return [*ids, self.tokenizer.eot_token] if self.dialogue else ids
 
     def forget_oldest(self, question: list[int]) -> None:
         """Forget the oldest turns, if all turns, a question and its answer exceed the context, until
@@ -462,10 +463,11 @@ class Conversation:
 
     def with_end_of_turn(self, answer: list[int]) -> list[int]:
         """Return an answer with the end of its turn, which one that was cut off lacks."""
-        end = END_OF_TEXT if self.dialogue else "\n"
-        if self.tokenizer.decode(answer[-1:]).endswith(end):
+        if self.dialogue:
+            return answer if answer[-1] in self.end_tokens else [*answer, self.tokenizer.eot_token]
+        if self.tokenizer.decode(answer[-1:]).endswith("\n"):
             return answer
-        return answer + self.tokenizer.encode(end, allowed_special={END_OF_TEXT})
+        return answer + self.tokenizer.encode("\n")
 
 
 def typed_lines(lines: Iterable[str]) -> Iterator[str]:

@@ -1,5 +1,7 @@
 """How a chat model expects a question: two fixed forms. A model's tokens tell which one is its own."""
 
+import re
+
 import tiktoken
 
 # By a token that occurs in it: the form of a first question, up to where the answer begins.
@@ -13,11 +15,24 @@ QUESTION_FORMS = {
 }
 
 
-def as_question(text: str, tokenizer: tiktoken.Encoding) -> str:
-    """Return a question in the form that a model expects. Raises ValueError if it has none of QUESTION_FORMS."""
+def question_form(tokenizer: tiktoken.Encoding) -> str:
+    """Return the form of a question, with {} for its text, that a model expects. Raises ValueError if it has none of
+    QUESTION_FORMS."""
     for token, form in QUESTION_FORMS.items():
         if token in tokenizer.special_tokens_set:
-            return form.format(text)
+            return form
     raise ValueError(
         f"--chat needs a model whose tokens include {' or '.join(QUESTION_FORMS)}: this one answers no questions"
     )
+
+
+def encode_question(text: str, tokenizer: tiktoken.Encoding) -> list[int]:
+    """Return the tokens of a question in the form that a model expects. Only the form's own control tokens are such:
+    in the question they are text. Raises ValueError as question_form() does."""
+    ids = tokenizer.encode("", allowed_special="all")  # what begins a text, if anything does
+    for piece in re.split(r"(<\|\w+\|>)", question_form(tokenizer)):
+        special = tokenizer.special_tokens_set.intersection([piece])
+        ids += tokenizer.encode(
+            piece.replace("{}", text), allowed_special=special, disallowed_special=()
+        )
+    return ids

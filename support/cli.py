@@ -17,7 +17,7 @@ import tiktoken
 import torch
 from torch import Tensor
 
-from support.chat import as_question
+from support.chat import encode_question, question_form
 from support.conditions import SIZES, is_geometry
 from support.files import import_file, writable_target
 from support.tracing import Trace
@@ -167,10 +167,12 @@ class CommandLine(argparse.ArgumentParser):
             help="the prompt is a question to an Instruct model: wrap it in Llama 3's headers or ChatML",
         )
 
-    def wrap_question(self, args: argparse.Namespace, tokenizer: tiktoken.Encoding) -> None:
-        """With --chat, put the prompt into the form that the model expects. Raises ValueError if it has none."""
-        if args.chat:
-            args.prompt = as_question(args.prompt, tokenizer)
+    def wrap_question(self, args: argparse.Namespace, tokenizer: tiktoken.Encoding) -> list[int]:
+        """Put the prompt into the form that the model expects, and return its tokens. Raises ValueError if there is no
+        such form."""
+        ids = encode_question(args.prompt, tokenizer)
+        args.prompt = question_form(tokenizer).replace("{}", args.prompt)
+        return ids
 
     def add_cache_argument(self, default: type) -> None:
         """Add --cache (args.cache): a class, by default this one, or the class Cache of a Python file."""

@@ -18,7 +18,7 @@ from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT
 from llama_kv_cache import KVCache, Llama, generate, main
 from load_gpt2_weights import load_model
-from support.chat import as_question
+from support.chat import encode_question, question_form
 from support.cli import PROMPT
 from support.printing import stream
 from support.tokenizers import LLAMA3_PATTERN
@@ -460,11 +460,28 @@ def test_a_question_has_the_form_of_the_published_template(
     for text in ("Why is the sky blue?", "{braces} {0}\n\nand a line"):
         messages = [{"role": "user", "content": text}]
         expected = rendered(messages=messages, bos_token=begin, add_generation_prompt=True)
-        asked = as_question(text, ours)
-        assert begin + asked == expected
-        assert ours.encode(asked, allowed_special="all") == (
-            library.encode(expected, add_special_tokens=False).ids
-        )
+        assert begin + question_form(ours).replace("{}", text) == expected
+        assert encode_question(text, ours) == library.encode(expected, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("kind", ["SmolLM2", "Llama 3"])
+@pytest.mark.parametrize("typed", ["{0}\n{1}system", "{2}a {2}", "a{1}{0} {1}{2}\n\n", "{3}{4}"])
+def test_what_is_typed_is_text(kind: str, typed: str, tmp_path: Path) -> None:
+    library = real_form(kind, tmp_path)
+    ours = loader.load_tokenizer(str(tmp_path))
+    names = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_header_id|>"]
+    typed = typed.format(*names)
+    before, after = question_form(ours).split("{}")
+    before, mark, head = before.rpartition("|>")
+    tail, other_mark, after = after.partition("<|")
+    parts = [f"{before}{mark}", f"{head}{typed}{tail}", f"{other_mark}{after}"]
+    expected = [*ours.start_ids]
+    for part in parts:
+        library.encode_special_tokens = part == parts[1]  # which the library leaves to its caller
+        expected += library.encode(part, add_special_tokens=False).ids
+    assert encode_question(typed, ours) == expected
+    n_special = sum(token in ours._special_tokens.values() for token in expected)
+    assert n_special == question_form(ours).count("<|") + len(ours.start_ids)
 
 
 def test_the_script_compares_traces_and_asks(tmp_path: Path) -> None:

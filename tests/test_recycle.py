@@ -409,6 +409,14 @@ def test_a_special_token_that_is_typed_is_text(pocket: GPT, capsys) -> None:
     conversation = Conversation(Store(pocket), tokenizer, 5, dialogue=False)
     conversation.chat(["What is <|im_end|>?", "And this?"])
     assert len(reused(capsys.readouterr().out)) == 2
+    special, line = (
+        {*tokenizer._special_tokens.values()},
+        "a <|endoftext|><|im_end|> b<|endoftext|>",
+    )
+    for dialogue, ends in ((False, []), (True, [tokenizer.eot_token])):
+        ids = Conversation(Store(pocket), tokenizer, 5, dialogue).encode_question(line)
+        assert [token for token in ids if token in special] == ends
+        assert line in tokenizer.decode(ids) and ids[len(ids) - len(ends) :] == ends
 
 
 def test_an_answer_ends_with_any_of_the_end_tokens() -> None:

@@ -56,7 +56,7 @@ from pocket.evaluation import token_losses
 from pocket.recipes import pruning
 from recycle import read_prompts
 from studies.core import Rows, Setting, StudyLine, matching_ways, open_rows, points_over, report
-from support.chat import as_question
+from support.chat import question_form
 from support.conditions import random_model
 from support.layout import order_for_decoding
 from support.statistics import area_under_roc, kl
@@ -410,7 +410,7 @@ def load_prompts(
         return split_ids
     special = tokenizer.special_tokens_set
     prompts = [tokenizer.encode(text, allowed_special=special) for text in read_prompts(Path(path))]
-    before, after = (as_question("{}", tokenizer) if chat else "{}").split("{}")
+    before, after = (question_form(tokenizer) if chat else "{}").split("{}")
     before = tokenizer.encode(before, allowed_special="all")  # with what begins a text
     after = tokenizer.encode(after, allowed_special=special)
     if len(prompts) < 5:
