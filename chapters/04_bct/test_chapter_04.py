@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chapters.checking import assert_close
+from chapters.checking import assert_close, assert_ints, assert_like
 from gpt_bounded_cache import BCT, BCTConfig, BoundedMemory, Slots, Tokens, WriteMemory
 
 
@@ -33,9 +33,19 @@ def rows(k: Tensor, v: Tensor) -> Tensor:
 def written(impl: ModuleType, tokens: Tensor, M: int, rule: str) -> Tensor:
     slots = torch.zeros(M, tokens.size(1))
     for t, token in enumerate(tokens):
-        w, keep = getattr(impl, rule)(t, M)
-        slots = impl.write(slots, token, w.double(), keep.double())
+        weights = getattr(impl, rule)(t, M)
+        for name, x in zip(("w", "keep"), weights, strict=True):
+            what = f"{rule}({t}, {M}): {name}"
+            assert_like(x, tokens, what)
+            assert x.shape == (M,), f"{what} is of shape {tuple(x.shape)}, must be ({M},)"
+        slots = impl.write(slots, token, *weights)
     return slots
+
+
+def equal(found: Tensor, expected: Tensor, what: str) -> None:
+    __tracebackhide__ = True
+    assert_like(found, expected, what)
+    assert_close(found, expected, what, tolerance=1e-7)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -93,8 +103,10 @@ def test_soft_writes_are_bct(impl: ModuleType) -> None:
     query, addresses = draw(4), draw(6, 4, seed=1)
     w, keep = impl.soft(query, addresses)
     exp = [torch.exp(sum(query[i] * addresses[m, i] for i in range(4))) for m in range(6)]
-    torch.testing.assert_close(w, torch.stack(exp) / sum(exp))
+    equal(w, torch.stack(exp) / sum(exp), "w, the softmax of 6 products, without scaling")
     assert keep.tolist() == [1.0] * 6, "nothing is forgotten"
+    halves = impl.soft(query.bfloat16(), addresses.bfloat16())
+    assert_like(halves, query.bfloat16(), "soft() of bfloat16: w and keep")
     w, _ = impl.soft(1000 * query, addresses)
     large = f"products in the thousands: w is {w.tolist()}, must be 1 for the largest; don't take a bare exp"
     assert w.argmax() == (addresses @ query).argmax() and w.tolist() == w.round().tolist(), large
@@ -106,8 +118,10 @@ def test_soft_writes_are_bct(impl: ModuleType) -> None:
 @pytest.mark.ex4_2
 def test_slots_of_one_token_each_are_attention(impl: ModuleType) -> None:
     for seed in range(10):
-        q, k, v = draw(8, seed=seed), draw(12, 8, seed=seed + 20), draw(12, 8, seed=seed + 40)
-        torch.testing.assert_close(impl.read(q, rows(k, v)), attention(q, k, v))
+        D = 1 + seed
+        q, k, v = draw(D, seed=seed), draw(12, D, seed=seed + 20), draw(12, D, seed=seed + 40)
+        what = "12 slots of one token each are 12 keys and values"
+        equal(impl.read(q, rows(k, v)), attention(q, k, v), what)
         assert_close(
             impl.read(q, rows(k, v)[3:4]), v[3], "a single slot is that token", tolerance=1e-7
         )
@@ -150,18 +164,18 @@ def test_a_slot_counts_as_often_as_its_mass(impl: ModuleType) -> None:
         "copies of 1, 4, 2 tokens",
         tolerance=1e-7,
     )
-    assert_close(
-        impl.read(q, 0.1 * slots),
-        impl.read(q, slots),
-        "shares of mass count, not the mass",
-        tolerance=1e-7,
-    )
+    for scale in (0.1, 1e-15, 1e9):
+        what = f"all masses {scale:g} times as large: shares of mass count, not the mass"
+        equal(impl.read(q, scale * slots), impl.read(q, slots), what)
+    found = impl.read(q.float(), slots.float())
+    assert_like(found, q.float(), "read() of float32")
 
 
 @pytest.mark.ex4_2
 def test_a_token_spread_over_slots_is_still_that_token(impl: ModuleType) -> None:
     q, (k, v), w = draw(8), draw(2, 1, 8, seed=1), draw(6, seed=2).softmax(dim=-1)
-    torch.testing.assert_close(impl.read(q, w[:, None] * rows(k, v)), v[0])
+    what = "a token spread over 6 slots, read alone"
+    equal(impl.read(q, w[:, None] * rows(k, v)), v[0], what)
     more = rows(draw(3, 8, seed=3), draw(3, 8, seed=4))
     one, spread = torch.cat([more, rows(k, v)]), torch.cat([more, w[:, None] * rows(k, v)])
     assert_close(
@@ -175,7 +189,8 @@ def test_a_token_spread_over_slots_is_still_that_token(impl: ModuleType) -> None
 @pytest.mark.ex4_2
 def test_a_slot_of_several_tokens_is_their_mean(impl: ModuleType) -> None:
     q, k, v = draw(8), draw(5, 8, seed=1), draw(5, 8, seed=2)
-    torch.testing.assert_close(impl.read(q, rows(k, v).sum(0, keepdim=True)), v.mean(0))
+    what = "a slot that holds the sum of 5 tokens is their mean"
+    equal(impl.read(q, rows(k, v).sum(0, keepdim=True)), v.mean(0), what)
 
 
 def memory_of(slots: int, head_dim: int) -> WriteMemory:
@@ -265,7 +280,49 @@ def test_the_parallel_form_of_one_hot_writes_is_causal_attention(impl: ModuleTyp
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     got = impl.parallel(q, k, v, torch.eye(10, 13))
     assert got.isfinite().all(), "slots that nothing was written to yet: 0 / 0, or log 0"
-    torch.testing.assert_close(got, expected)
+    equal(got, expected, "token t in slot t of 13 is causal attention")
+
+
+@pytest.mark.ex4_3
+def test_shares_of_mass_count_however_small_it_is(impl: ModuleType) -> None:
+    q, k, v = draw(3, 12, 4)
+    w = draw(12, 5, seed=1).softmax(dim=-1) * (draw(12, 5, seed=2) > 0)
+    w[:, 0] += 0.1
+    expected = impl.parallel(q, k, v, w)
+    for scale in (1e-15, 1e9):
+        what = f"weights {scale:g} times as large: is something added to them, or to the mass?"
+        equal(impl.parallel(q, k, v, scale * w), expected, what)
+    halves = [x.float() for x in (q, k, v, w)]
+    assert_like(impl.parallel(*halves), halves[0], "parallel() of float32")
+
+
+def read_in_turn(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    """The same as in_turn(), by attention to the slots that aren't empty: for gradients."""
+    out = []
+    for t in range(len(q)):
+        mass = w[: t + 1].sum(0)
+        filled = mass > 0
+        sums = [(w[: t + 1].T @ x[: t + 1])[filled] / mass[filled, None] for x in (k, v)]
+        scores = sums[0] @ q[t] / q.size(1) ** 0.5 + mass[filled].log()
+        out.append(scores.softmax(dim=-1) @ sums[1])
+    return torch.stack(out)
+
+
+@pytest.mark.ex4_3
+@pytest.mark.parametrize("case", ["all slots in use", "slots of mass 0"])
+def test_gradients_are_those_of_the_recurrence(impl: ModuleType, case: str) -> None:
+    w = draw(9, 5, seed=1).softmax(dim=-1)
+    if case == "slots of mass 0":
+        w[:, 3] = 0  # nothing is ever written to one slot,
+        w[:4, 2] = 0  # nothing to another one by the first tokens
+    given, real = ([x.clone().requires_grad_() for x in (*draw(3, 9, 4), w)] for _ in range(2))
+    found = impl.parallel(*given)
+    assert found.requires_grad, "parallel() is for training, and its result has no gradient"
+    for form in (found, read_in_turn(*real)):
+        (form * draw(9, 4, seed=5)).sum().backward()
+    for name, x, y in zip(("q", "k", "v", "w"), given, real, strict=True):
+        assert x.grad is not None, f"{case}: {name} has no gradient"
+        equal(x.grad, y.grad, f"{case}: the gradient of {name}")
 
 
 @pytest.mark.ex4_3
@@ -313,6 +370,35 @@ def test_no_loop_and_no_copies_of_the_slots(impl: ModuleType) -> None:
 # --- 4.4 ------------------------------------------------------------------------------------------------------------
 
 
+PARTS = {  # n_layer, n_head, head_dim, slots, recent, batch; bytes, and what they are
+    "one slot": ((1, 1, 10, 1, 0, 1), 84, "10 numbers of a key, 10 of a value, 1 of mass"),
+    "three slots": ((1, 1, 10, 3, 0, 1), 252, "3 times 21 numbers"),
+    "one recent token": (
+        (1, 1, 10, 3, 1, 1),
+        252 + 96,
+        "3 slots, and 10 numbers of a key, 10 of a value, 3 write weights (one for each slot), 1 share that is kept",
+    ),
+    "two recent tokens": ((1, 1, 10, 3, 2, 1), 252 + 192, "3 slots, and 2 times 24 numbers"),
+    "layers, heads and rows": (
+        (2, 3, 10, 3, 1, 5),
+        30 * 348,
+        "348 bytes in each of 2 layers, 3 heads and 5 rows",
+    ),
+}
+
+
+@pytest.mark.ex4_4
+@pytest.mark.parametrize("part", PARTS)
+def test_bytes_part_by_part(impl: ModuleType, part: str) -> None:
+    (*sizes, batch), expected, numbers = PARTS[part]
+    found = impl.memory_bytes(*sizes, batch=batch)
+    names = ("n_layer", "n_head", "head_dim", "slots", "recent", "batch")
+    given = ", ".join(f"{name} {x}" for name, x in zip(names, (*sizes, batch), strict=True))
+    why = f"{expected} bytes ({numbers}; 4 bytes a number)"
+    assert found == expected, f"{part} ({given}): {found} bytes, must be {why}"
+    assert_ints([found], "bytes")
+
+
 @pytest.mark.ex4_4
 @torch.no_grad()
 def test_the_formula_gives_what_is_allocated(impl: ModuleType) -> None:
@@ -328,8 +414,27 @@ def test_the_formula_gives_what_is_allocated(impl: ModuleType) -> None:
         allocated = sum(x.untyped_storage().nbytes() for x in tensors)
         found = impl.memory_bytes(L, H, D, M, R, batch=B)
         assert found == allocated, (
-            f"{L=} {H=} {D=} {M=} {R=} {B=}: {found} bytes, must be {allocated}"
+            f"{L} layers, {H} heads, head size {D}, {M} slots, {R} recent tokens, batch {B}: "
+            f"{found} bytes, and the real memory has {allocated}"
         )
+
+
+RINGS = [  # sizes, bytes of the memory, bytes of a ring's slot, slots
+    ((12, 12, 64, 0, 1), 12 * 12 * 516, 12 * 12 * 512, 2),  # a key, a value, a number more
+    ((1, 1, 2, 4, 0), 80, 16, 5),  # as many bytes to the byte
+    ((2, 3, 1, 3, 0), 6 * 36, 6 * 8, 5),  # rounded up
+]
+
+
+@pytest.mark.ex4_4
+@pytest.mark.parametrize(("sizes", "memory", "slot", "expected"), RINGS)
+def test_the_smallest_ring_with_as_many_bytes(
+    impl: ModuleType, sizes: tuple[int, ...], memory: int, slot: int, expected: int
+) -> None:
+    found = impl.equal_ring(*sizes)
+    why = f"{expected} slots of {slot:,} bytes have {expected * slot:,}, one fewer {(expected - 1) * slot:,}"
+    assert found == expected, f"a memory of {memory:,} bytes: {why}, so {expected} and not {found}"
+    assert_ints([found], "the number of slots")
 
 
 @pytest.mark.ex4_4
@@ -341,10 +446,7 @@ def test_pocket_bct_and_the_ring_of_the_same_size(impl: ModuleType) -> None:
     model(torch.arange(100)[None], cache)
     c = model.config
     given = c.n_layer, c.n_head, c.head_dim, c.slots, c.recent
-    assert impl.memory_bytes(*given) == cache.nbytes
+    found = impl.memory_bytes(*given)
+    assert found == cache.nbytes, f"pocket-bct: {found} bytes, and its memory has {cache.nbytes}"
     found = impl.equal_ring(*given)
-    assert found == 36 and isinstance(found, int), (
-        f"{cache.nbytes} bytes: 36 slots take at least as many, not {found}"
-    )
-    assert impl.equal_ring(12, 12, 64, 0, 1) == 2  # a key, a value and a number: more than a slot's
-    assert impl.equal_ring(1, 1, 2, 4, 0) == 5  # 80 bytes: five slots of 16, not one more
+    assert found == 36, f"{cache.nbytes} bytes: 36 slots take at least as many, not {found}"
