@@ -193,7 +193,9 @@ def assert_refused(call: Callable[[], object], what: str, *needed: object) -> No
     __tracebackhide__ = True
     must = "must be a ValueError" + f" that says {' and '.join(map(str, needed))}" * bool(needed)
     try:
-        said, instead = "", f", and nothing was raised: {reprlib.repr(call())} came back"
+        result = call()
+        came = "" if result is None else f": {reprlib.repr(result)} came back"
+        said, instead = "", f", and nothing was raised{came}"
     except ValueError as error:
         said, instead = str(error), ""
     except NotImplementedError:  # not written yet

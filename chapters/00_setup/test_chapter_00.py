@@ -94,6 +94,14 @@ def test_a_line_that_is_there_often_is_a_line_too(impl: ModuleType) -> None:
 
 
 @pytest.mark.ex0_1
+def test_spaces_count(impl: ModuleType) -> None:
+    found = impl.hunks(["if a:", "    b", "c"], ["if a:", "b", "c"])
+    assert found == [(1, ["    b"], ["b"])], (
+        f"the second of three lines loses its indentation, and that is a change: {found}"
+    )
+
+
+@pytest.mark.ex0_1
 def test_hunks_of_texts_that_repeat_themselves(impl: ModuleType) -> None:
     draw = random.Random(1)
     for _ in range(100):
@@ -149,6 +157,8 @@ def test_hunks_of_another_text_are_refused(impl: ModuleType) -> None:
     assert_refused(lambda: impl.apply(old, [first, second]), why, 3, "drei", "three")
     why = "a hunk removes line 5 as 'five', and the old text ends after 4"
     assert_refused(lambda: impl.apply(old, [first, beyond]), why, 5, "five", "end")
+    why = "a hunk removes line 2 as '    two', and it is 'two'"
+    assert_refused(lambda: impl.apply(old, [impl.Hunk(1, ["    two"], [])]), why, 2)
     assert old == ["one", "two", "three", "four"], "a refused hunk has changed the old text"
 
 
@@ -216,6 +226,8 @@ def test_only_code_counts_and_only_news(impl: ModuleType) -> None:
     assert impl.wrong_marks("a = 1\nb = 2\n", "b = 2\n", ["# NEW"]) == [], (
         "a line that only went can't carry a mark"
     )
+    found = impl.wrong_marks("a = 1\n", "a = 2 # NEW\nb = 3# NEW\n", ["# NEW"])
+    assert found == [], f"a mark is one with any number of spaces before it, and you say {found}"
     found = impl.wrong_marks("a = 1\n", "a = 1  # B  once # A\n", ["# A", "# B"])
     assert found == [1], (
         f"cut at the mark that comes first in the line, it is unchanged: [1], not {found}"
@@ -229,6 +241,10 @@ def test_the_prompt_does_not_count(impl: ModuleType) -> None:
         assert found == pytest.approx(50), (
             f"{prompt:.0f} ms for the prompt, then 10, 10 and 40: 3 tokens in 60 ms are 50 tokens/s, not {found:.2f}"
         )
+    found = impl.tokens_per_second([50.0, 300.0, 700.0, 500.0])
+    assert found == pytest.approx(2), f"3 tokens in 1,500 ms are 2 tokens/s, not {found}"
+    found = impl.tokens_per_second([50.0, 700.0])
+    assert found == pytest.approx(1000 / 700), f"a token in 700 ms is 1.43 tokens/s, not {found}"
     why = "no time at all, so no token after the first"
     assert_refused(lambda: impl.tokens_per_second([]), why, 0)
     why = "1 time, the prompt's, so no token after the first"

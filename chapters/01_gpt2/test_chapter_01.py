@@ -183,6 +183,15 @@ def test_large_scores_do_not_overflow(impl: ModuleType) -> None:
     )
 
 
+@pytest.mark.ex1_2
+def test_large_scores_keep_their_differences(impl: ModuleType) -> None:
+    q, k = torch.ones(1, 1, 1, 1), torch.tensor([1000.0, 999.0, 998.0]).view(1, 1, 3, 1)
+    v = torch.eye(3).view(1, 1, 3, 3)
+    found = impl.attention(q, k, v, torch.ones(1, 3, dtype=torch.bool))
+    expected = torch.tensor([0.66524096, 0.24472847, 0.09003057]).view(1, 1, 1, 3)
+    assert_close(found, expected, "weights of scores 1000, 999 and 998, as of 2, 1 and 0")
+
+
 @pytest.mark.ex1_3
 def test_gelu_is_the_one_that_gpt2_was_trained_with(impl: ModuleType) -> None:
     x = torch.linspace(-12, 12, 2401, dtype=torch.float64).view(7, 343)
@@ -250,6 +259,8 @@ def test_forward_computes_the_models_logits(
     halves = {key: w.bfloat16() for key, w in weights.items()}
     what = "forward() with weights of bfloat16"
     assert_like(impl.forward(text(2, 5), halves, CONFIGS[name].n_head), halves["wte.weight"], what)
+    gone = before.keys() ^ weights.keys()
+    assert not gone, f"forward() has removed or added weights: {', '.join(sorted(gone))}"
     for key in before:
         assert torch.equal(weights[key], before[key]), (
             f"{key} has changed: weights stay as they are"
