@@ -4,7 +4,11 @@ read_tokenizer() takes any of the formats; READERS at the end of this file lists
 """
 
 import base64
+import json
+import math
+import re
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +163,63 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 # --- Hugging Face's formats -----------------------------------------------------------------------
 
+# What each object of a tokenizer.json may hold: a field's type, or the values that make no difference to what is done
+# here. All else is refused, since it could change tokens. A field that is missing has the first value.
+ANYTHING = (object,)
+FLAG = (False, True)
+BYTE_LEVEL = {"add_prefix_space": FLAG, "trim_offsets": FLAG, "use_regex": (True, False)}
+TOKENIZER = {
+    "version": ("1.0",),
+    "truncation": (None,),
+    "padding": (None,),
+    "added_tokens": list,
+    "normalizer": (None,),
+    "pre_tokenizer": dict,
+    "post_processor": ANYTHING,
+    "decoder": ANYTHING,
+    "model": dict,
+}
+BPE_MODEL = {
+    "dropout": (None,),
+    "unk_token": (None, str),  # encode() refuses what it would stand for
+    "continuing_subword_prefix": (None, ""),
+    "end_of_word_suffix": (None, ""),
+    "fuse_unk": FLAG,
+    "byte_fallback": (False,),
+    "ignore_merges": FLAG,
+    "vocab": dict,
+    "merges": list,
+}
+ADDED_TOKEN = {
+    "id": int,
+    "content": str,
+    "single_word": (False,),
+    "lstrip": (False,),
+    "rstrip": (False,),
+    "normalized": FLAG,
+    "special": FLAG,
+}
+PRE_TOKENIZERS = {
+    "ByteLevel": BYTE_LEVEL | {"add_prefix_space": (False,)},
+    "Digits": {"individual_digits": (True,)},
+    "Split": {"pattern": dict, "behavior": ("Isolated",), "invert": (False,)},
+    "Sequence": {"pretokenizers": list},
+}
+POST_PROCESSORS = {
+    "ByteLevel": BYTE_LEVEL,
+    "TemplateProcessing": {"single": list, "pair": list, "special_tokens": dict},
+    "Sequence": {"processors": list},
+}
+# A pattern that Oniguruma, which `tokenizers` uses, and tiktoken's two engines read alike: characters, classes,
+# categories, groups, alternatives, what doesn't follow, and how often.
+PATTERN_ESCAPE = r"\\(?:[pP]\{[A-Z][a-z]?\}|[sSrnt]|[][\\.*+?^$|(){}/-])"
+PATTERN_CLASS = rf"\[\^?(?:{PATTERN_ESCAPE}|(?!&&|--|~~)[^][\\^])+\]"
+PATTERN_COUNT = r"(?:[*+?]\+?|\{\d+(?:,\d*)?\})"
+PATTERN_PART = re.compile(
+    rf"(?P<one>{PATTERN_CLASS}|{PATTERN_ESCAPE}|[^][\\(){{}}*+?|.^$])(?P<count>{PATTERN_COUNT})?"
+    rf"|\((?:\?(?:i?:|!))?|\)(?:{PATTERN_COUNT})?|\|"
+)
+
 
 def read_tokenizer_json(path: Path) -> Tokenizer:
     """Return the byte-level BPE in a tokenizer.json."""
@@ -183,63 +244,141 @@ def read_vocabulary(path: Path) -> Tokenizer:
 
 def byte_level_bpe(content: dict[str, Any], path: Path) -> Tokenizer:
     """Return the byte-level BPE that the content of a tokenizer.json describes. Raises ValueError, which names its
-    path, if it is another kind of tokenizer."""
-    model = check_fields(content["model"], f"model in {path}", vocab=dict, merges=list)
-    special_ids = read_special_tokens(content["added_tokens"], path)
-    if model.get("type") != "BPE" or model.get("byte_fallback") or content.get("normalizer"):
-        raise ValueError(f"{path} is no byte-level BPE of the text as it is")
+    path and the field, if it could be a tokenizer that makes other tokens."""
+    content = check_understood(content, str(path), TOKENIZER)
+    model = kind_of_object(content["model"], f"model in {path}", {"BPE": BPE_MODEL})
+    special_ids = read_special_tokens(content["added_tokens"], model["vocab"], path)
     ranks = ranks_of_bytes(model, special_ids, path)
-    if len({*ranks.values(), *special_ids.values()}) < len(ranks) + len(special_ids):
-        raise ValueError(f"{path} gives two tokens the same id")
-    try:
-        pattern = splitting_pattern(content.get("pre_tokenizer") or {}, path)
-        start_ids = starting_tokens(content.get("post_processor") or {}, special_ids, path)
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path}: its pre_tokenizer or its post_processor has an unknown form"
-        ) from error
+    if content["decoder"] is not None:
+        kind_of_object(content["decoder"], f"decoder in {path}", {"ByteLevel": BYTE_LEVEL})
+    pattern = splitting_pattern(content["pre_tokenizer"], path)
+    start_ids = starting_tokens(content["post_processor"], special_ids, path)
     try:
         tokenizer = Tokenizer(
             path.parent.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_ids
         )
-    except (ValueError, OverflowError) as error:  # a broken pattern; an id below 0
+    except (ValueError, OverflowError) as error:  # a broken pattern; an id that is too large
         raise ValueError(f"{path}: tiktoken can't read its pattern or its ids") from error
     tokenizer.start_ids = start_ids
     tokenizer.missing_bytes = frozenset(byte for byte in range(256) if bytes([byte]) not in ranks)
     return tokenizer
 
 
-def read_special_tokens(added_tokens: list[Any], path: Path) -> dict[str, int]:
-    """Return the ids of special tokens. Raises ValueError if one takes spaces along, or only fits a whole word."""
-    special_ids = {}
-    for token in added_tokens:
-        check_fields(token, f"added_tokens in {path}", content=str, id=int)
-        special_ids[token["content"]] = token["id"]
-        if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
+def check_understood(content: Any, where: str, known: dict[str, Any]) -> dict[str, Any]:
+    """Return an object of a tokenizer.json with what is missing filled in. Raises ValueError, which names the field, if
+    one is unknown, or isn't of the type or none of the values that are known."""
+    required = {field: kind for field, kind in known.items() if isinstance(kind, type)}
+    check_fields(content, where, **required)
+    for field, value in content.items():
+        if field not in known:
+            raise ValueError(f"{where}: {field} is a field that isn't known")
+        if field in required or known[field] is ANYTHING:
+            continue
+        same = [x for x in known[field] if type(x) is type(value) and x == value]
+        if not same and type(value) not in known[field]:
+            choices = " or ".join("a text" if x is str else repr(x) for x in known[field])
             raise ValueError(
-                f"{path}: {short_repr(token['content'])} takes spaces or words along, which isn't supported"
+                f"{where}: {field} is {short_repr(value)}, and only {choices} is supported"
             )
+    defaults = {
+        field: None if kind is ANYTHING else kind[0]
+        for field, kind in known.items()
+        if field not in required
+    }
+    return defaults | content
+
+
+def kind_of_object(content: Any, where: str, kinds: dict[str, Any]) -> dict[str, Any]:
+    """Return an object with a type, and the fields of this type, as check_understood() does."""
+    kind = check_fields(content, where, type=str)["type"]
+    if kind not in kinds:
+        raise ValueError(
+            f"{where}: type is {short_repr(kind)}, and only {' or '.join(kinds)} is supported"
+        )
+    return check_understood(content, where, kinds[kind] | {"type": str})
+
+
+def read_special_tokens(
+    added_tokens: list[Any], vocabulary: dict[str, Any], path: Path
+) -> dict[str, int]:
+    """Return the ids of the tokens that are added to a vocabulary. Raises ValueError if one isn't matched as it is, or
+    its id isn't the one that `tokenizers` gives it, whatever the file says."""
+    special_ids: dict[str, int] = {}
+    where = f"added_tokens in {path}"
+    tokens = [check_understood(token, where, ADDED_TOKEN) for token in added_tokens]
+    next_id = len(vocabulary)
+    for token in tokens:
+        text = token["content"]
+        expected = vocabulary.get(text, next_id)
+        if not text or text in special_ids or token["id"] != expected:
+            raise ValueError(
+                f"{where}: {short_repr(text)} is given the id {token['id']}, and must be once and {expected}"
+            )
+        next_id = max(next_id, expected + 1)
+        special_ids[text] = expected
+    for text, other in pairwise(sorted(special_ids)):
+        if other.startswith(text):
+            raise ValueError(
+                f"{where}: {short_repr(other)} begins with {short_repr(text)}, and either could be meant"
+            )
+    if len({token["normalized"] for token in tokens}) > 1:
+        raise ValueError(f"{where}: normalized is true for some and false for others")
     return special_ids
 
 
 def ranks_of_bytes(
     model: dict[str, Any], special_ids: dict[str, int], path: Path
 ) -> dict[bytes, int]:
-    """Return the ids of all tokens that aren't special, by their bytes. tiktoken joins the pair with the lowest id
-    first, so that ids must follow the merges. Raises ValueError if they don't."""
+    """Return the ids of all tokens that aren't special, by their bytes. tiktoken takes a piece that is a token whole,
+    and else joins the pair with the lowest id first. Raises ValueError if that isn't what the merges do."""
     byte_of = {char: byte for byte, char in enumerate(byte_characters())}
+    for i in model["vocab"].values():
+        if type(i) is not int or i < 0:
+            raise ValueError(
+                f"{path}: vocab must give whole numbers from 0 on, got {short_repr(i)}"
+            )
     vocabulary = {token: i for token, i in model["vocab"].items() if token not in special_ids}
+    merges = model["merges"]
+    if len({type(merge) for merge in merges}) > 1:
+        raise ValueError(f"{path}: merges must all be texts, or all be pairs")
     try:
-        ranks = {bytes(byte_of[char] for char in token): int(i) for token, i in vocabulary.items()}
-        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+        bytes_of = {token: bytes(byte_of[char] for char in token) for token in vocabulary}
+        pairs = [
+            tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in merges
+        ]
         merged_ids = [vocabulary[left + right] for left, right in pairs]
+        byte_pairs = {(bytes_of[left], bytes_of[right]) for left, right in pairs}
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path}: its tokens or merges are not those of a byte-level BPE"
         ) from error
     if merged_ids != sorted(merged_ids):
         raise ValueError(f"{path} must have ids in the order of its merges")
+    ranks = {bytes_of[token]: i for token, i in vocabulary.items()}
+    if len({*ranks.values(), *special_ids.values()}) < len(ranks) + len(special_ids):
+        raise ValueError(f"{path} gives two tokens the same id")
+    for token in ranks:
+        parts = last_merge(token, ranks) if len(token) > 1 else ()
+        unreachable = len(parts) > 2 and model["ignore_merges"]  # only as a whole piece, in both
+        if parts and parts not in byte_pairs and not unreachable:
+            raise ValueError(
+                f"{path}: merges lack the one that makes the token {short_repr(token)}"
+            )
     return ranks
+
+
+def last_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, ...]:
+    """Return the two parts that merging the pair with the lowest rank first joins last to make a token; more if it
+    never makes it."""
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        pair_ranks = [ranks.get(left + right, math.inf) for left, right in pairwise(parts)]
+        lowest = min(pair_ranks)
+        if lowest == math.inf:
+            break
+        i = pair_ranks.index(lowest)
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return tuple(parts)
 
 
 def byte_characters() -> list[str]:
@@ -252,36 +391,88 @@ def byte_characters() -> list[str]:
 def splitting_pattern(pre_tokenizer: dict[str, Any], path: Path) -> str:
     """Return the pattern of the pieces that a pre-tokenizer cuts a text into: GPT-2's, GPT-2's after digits, or one
     that the file gives, as Llama 3's does. Raises ValueError if it is another one."""
-    *before, last = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    first = before[0] if len(before) == 1 else {}
-    if last.get("type") == "ByteLevel" and not last.get("add_prefix_space"):
-        cuts_as_gpt2 = last.get("use_regex", True)
-        if cuts_as_gpt2 and not before:
+    where = f"pre_tokenizer in {path}"
+    steps = [kind_of_object(pre_tokenizer, where, PRE_TOKENIZERS)]
+    if steps[0]["type"] == "Sequence":
+        steps = [kind_of_object(step, where, PRE_TOKENIZERS) for step in steps[0]["pretokenizers"]]
+    kinds = [step["type"] for step in steps]
+    if kinds[-1:] == ["ByteLevel"]:
+        cuts_as_gpt2 = steps[-1]["use_regex"]
+        if kinds == ["ByteLevel"] and cuts_as_gpt2:
             return GPT2_PATTERN
-        if cuts_as_gpt2 and first.get("type") == "Digits" and first.get("individual_digits"):
+        if kinds == ["Digits", "ByteLevel"] and cuts_as_gpt2:
             return GPT2_DIGITS_PATTERN
-        pattern = first.get("pattern")
-        isolated = first.get("behavior") == "Isolated" and not first.get("invert")
-        if not cuts_as_gpt2 and first.get("type") == "Split" and isolated and "Regex" in pattern:
-            return pattern["Regex"]
-    raise ValueError(f"{path}: its pre_tokenizer is none that tiktoken can do")
+        if kinds == ["Split", "ByteLevel"] and not cuts_as_gpt2:
+            pattern = check_understood(steps[0]["pattern"], f"pattern in {where}", {"Regex": str})
+            return with_gaps(pattern["Regex"], path)
+    raise ValueError(f"{where}: {', '.join(kinds)} cut a text in a way that tiktoken can't")
+
+
+def with_gaps(pattern: str, path: Path) -> str:
+    """Return a pattern that finds what another one does, and also what that one leaves out between two pieces: for
+    `tokenizers` that is a piece too. Raises ValueError if the two libraries could understand it differently, or if it
+    can find a piece of no characters."""
+    end, shape = 0, ""  # the pattern with an a for each character or class
+    while part := PATTERN_PART.match(pattern, end):
+        end = part.end()
+        shape += part[0] if part["one"] is None else f"a{part['count'] or ''}"
+    if end < len(pattern):
+        raise ValueError(f"{path}: {short_repr(pattern[end:])} in its Regex isn't supported")
+    try:
+        finds_nothing = re.fullmatch(shape, "") is not None
+    except re.error as error:
+        raise ValueError(f"{path}: its Regex {short_repr(pattern)} is broken: {error}") from error
+    if finds_nothing:
+        raise ValueError(f"{path}: its Regex {short_repr(pattern)} finds pieces of no characters")
+    return rf"{pattern}|(?:(?!{pattern})[\s\S])++"
 
 
 def starting_tokens(
-    post_processor: dict[str, Any], special_ids: dict[str, int], path: Path
+    post_processor: Any, special_ids: dict[str, int], path: Path
 ) -> tuple[int, ...]:
-    """Return the tokens that a post-processor puts before a text. Raises ValueError if one isn't special."""
+    """Return the tokens that a post-processor puts before a text. Raises ValueError if one isn't special, or if it adds
+    something else."""
+    if post_processor is None:
+        return ()
+    where = f"post_processor in {path}"
+    steps = [kind_of_object(post_processor, where, POST_PROCESSORS)]
+    if steps[0]["type"] == "Sequence":
+        steps = [kind_of_object(step, where, POST_PROCESSORS) for step in steps[0]["processors"]]
+    templates = [step for step in steps if step["type"] == "TemplateProcessing"]
+    if len(templates) > 1 or any(step["type"] == "Sequence" for step in steps):
+        raise ValueError(f"{where} holds a Sequence in a Sequence, or two templates")
+    if not templates:
+        return ()
+    template = templates[0]
+    tokens = template_tokens(template["single"], where)
+    template_tokens(template["pair"], where)
+    if tokens[-1:] != [None] or None in tokens[:-1]:
+        raise ValueError(f"{where}: single must be tokens, and then the text")
+    for name, entry in template["special_tokens"].items():
+        expected = {"id": name, "ids": [special_ids.get(name)], "tokens": [name]}
+        if json.dumps(entry, sort_keys=True) != json.dumps(expected):
+            raise ValueError(
+                f"{where}: special_tokens has {short_repr(entry)} instead of {short_repr(expected)}"
+            )
+    for token in tokens[:-1]:
+        if token not in template["special_tokens"]:
+            raise ValueError(f"{where} adds {short_repr(token)}, which is no special token")
+    return tuple(special_ids[token] for token in tokens[:-1])
+
+
+def template_tokens(items: list[Any], where: str) -> list[str | None]:
+    """Return the tokens of a template, None for a text."""
     tokens = []
-    for processor in post_processor.get("processors", [post_processor]):
-        for item in processor.get("single", []):
-            if "Sequence" in item:
-                break
-            tokens.append(item["SpecialToken"]["id"])
-    if unknown := [token for token in tokens if token not in special_ids]:
-        raise ValueError(
-            f"{path}: its post_processor adds {short_repr(unknown[0])}, which is no special token"
-        )
-    return tuple(special_ids[token] for token in tokens)
+    for item in items:
+        if isinstance(item, dict) and [*item] == ["Sequence"]:
+            text = check_fields(item["Sequence"], where, id=str, type_id=int)
+            check_understood(text, where, {"id": ("A", "B"), "type_id": (0, 1)})
+            tokens.append(None)
+        else:
+            token = check_understood(item, where, {"SpecialToken": dict})["SpecialToken"]
+            check_fields(token, where, type_id=int)
+            tokens.append(check_understood(token, where, {"id": str, "type_id": (0, 1)})["id"])
+    return tokens
 
 
 def end_tokens(

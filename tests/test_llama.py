@@ -374,18 +374,18 @@ BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda t: t["model"].update(type="WordPiece"), "no byte-level BPE"),
-        (lambda t: t.update(normalizer={"type": "NFC"}), "no byte-level BPE"),
+        (lambda t: t["model"].update(type="WordPiece"), "type is 'WordPiece'"),
+        (lambda t: t.update(normalizer={"type": "NFC"}), "normalizer is"),
         (lambda t: t["model"]["merges"].reverse(), "ids in the order of its merges"),
-        (lambda t: t.update(pre_tokenizer={"type": "Whitespace"}), "none that tiktoken can do"),
-        (lambda t: t["added_tokens"][0].update(lstrip=True), "takes spaces or words along"),
-        (lambda t: t.update(added_tokens=[]), "is no special token"),
-        (lambda t: t["added_tokens"][0].update(id=300), "gives two tokens the same id"),
-        (lambda t: t["added_tokens"][0].update(id=-1), "tiktoken can't read"),
+        (lambda t: t.update(pre_tokenizer={"type": "Whitespace"}), "type is 'Whitespace'"),
+        (lambda t: t["added_tokens"][0].update(lstrip=True), "lstrip is True"),
+        (lambda t: t.update(added_tokens=[]), "merges lack the one"),
+        (lambda t: t["added_tokens"][0].update(id=300), "is given the id 300"),
+        (lambda t: t["added_tokens"][0].update(id=-1), "is given the id -1"),
         (lambda t: t["model"]["vocab"].popitem(), "of a byte-level BPE"),
-        (lambda t: t.update(pre_tokenizer="ByteLevel"), "has an unknown form"),
-        (lambda t: t.update(post_processor={"single": [{"A": 1}]}), "has an unknown form"),
-        (lambda t: t["pre_tokenizer"].update(pretokenizers=[SPLIT, BYTES]), "can't read its"),
+        (lambda t: t.update(pre_tokenizer="ByteLevel"), "must be an object"),
+        (lambda t: t.update(post_processor={"single": [{"A": 1}]}), "lacks type"),
+        (lambda t: t["pre_tokenizer"].update(pretokenizers=[SPLIT, BYTES]), "is broken"),
     ],
 )
 def test_a_tokenizer_of_another_kind_is_one_sentence(

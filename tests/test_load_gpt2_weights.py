@@ -569,7 +569,7 @@ def test_a_folder_that_transformers_wrote(tmp_path: Path) -> None:
     written = read_json(tmp_path / "tokenizer.json")
     written["pre_tokenizer"]["add_prefix_space"] = True
     (tmp_path / "tokenizer.json").write_text(json.dumps(written))
-    assert_no_tokenizer(tmp_path, "none that tiktoken can do")
+    assert_no_tokenizer(tmp_path, "add_prefix_space is True")
 
 
 # --- command line ----------------------------------------------------------------------------------------------------
