@@ -59,18 +59,25 @@ def recycle(store: Store, ids: Tensor, max_new_tokens: int, **options: object) -
     store doesn't hold, and leave what was read there: the tokens are those of a cold run, up to what
     rounding does to a tie. Raises ValueError as generate() does.
     """
-    n_ctx = store.model.config.n_ctx
+    n_ctx = store.model.context
     if ids.dim() != 2 or ids.size(0) != 1:
         raise ValueError(f"ids must have shape (1, T), got {tuple(ids.shape)}")
     ids = ids[:, context_start(ids.size(1), n_ctx) :]  # the rest would be forgotten anyway
     text = ids[0].tolist()
     cache = store.get(text)
+    waiting = False  # False while a pass may be under way, whose token isn't in the text yet
     try:
         for token in generate(store.model, ids, max_new_tokens, cache=cache, **options):
             text.append(int(token))
+            waiting = True
             yield token
-    finally:  # also if nobody wants the rest; the last token has not been read
-        store.put(text[context_start(len(text) - 1, n_ctx) :], cache)
+            waiting = False
+        waiting = True
+    finally:  # also if nobody wants the rest, or a pass is interrupted
+        start = context_start(len(text) - 1, n_ctx)
+        restarted = not waiting and context_start(len(text), n_ctx) > start
+        if not restarted and len(text) - start - len(cache) <= 1:
+            store.put(text[start:], cache)
 
 
 # The source's way: sections 2.4, 2.5 and 3.1.

@@ -1,14 +1,24 @@
-"""Fingerprints of everything that stored keys and values depend on."""
+"""Fingerprints of what stored keys and values depend on."""
 
 import hashlib
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Size, Tensor, nn
 
+PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes)
+# What every module has: how PyTorch keeps it, and nothing that keys depend on.
+MODULE_FIELDS = {*vars(nn.Module())}
+# Where a model of transformers was loaded from, and how it samples.
+IGNORED = {"name_or_path", "_name_or_path", "generation_config"}
+
 
 def fingerprint(model: nn.Module) -> str:
-    """Return a SHA-256 of all that keys and values depend on: geometry, number format and every weight of a model."""
+    """Return a SHA-256 of geometry, number format and every weight of a model: for a model of ours,
+    whose config says everything else. identity() is for any model."""
     digest = hashlib.sha256(f"KV pages, version 1; {model.config}".encode())
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
@@ -16,18 +26,81 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def parameter_versions(model: nn.Module) -> list[tuple[int, Size, int]]:
-    """Return where each parameter of a model lies, its shape, and how often PyTorch has changed it in
-    place: another list later on means other weights.
+def identity(model: nn.Module) -> str:
+    """Return a SHA-256 of all that a model is made of: its modules' classes, weights, buffers and
+    other attributes, such as a whole configuration or the eps of a norm. Models of the same identity
+    compute the same keys and values, if the code of their classes is the same.
 
-    Noticed: a parameter that is added, taken away or replaced, and a change in place that PyTorch
-    counts, such as an optimizer's. Not noticed: a change in place through .data or NumPy, which
-    nobody counts, or one under torch.inference_mode().
+    Raises ValueError if it is made of something whose value can't be told, such as a lock.
+    """
+    return describe(model, "model", {})
+
+
+def describe(value: Any, name: str, described: dict[int, tuple[Any, str]]) -> str:
+    """Return a text that is the same for equal values in any process: a SHA-256, or a number or text
+    itself. described: the values met so far with theirs, by id. Raises ValueError as identity()."""
+    if isinstance(value, PLAIN_TYPES):
+        return repr(value)
+    if id(value) in described:
+        return described[id(value)][1]
+    described[id(value)] = value, "a part of itself"  # until it is known
+    digest = hashlib.sha256(type(value).__qualname__.encode())
+    if isinstance(value, Tensor | np.ndarray):
+        tensor = torch.as_tensor(value).detach().cpu()
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(raw_bytes(tensor))
+    else:
+        for key, part in parts_of(value, name).items():
+            digest.update(f"{key} = {describe(part, f'{name}.{key}', described)}; ".encode())
+    described[id(value)] = value, digest.hexdigest()
+    return digest.hexdigest()
+
+
+def parts_of(value: Any, name: str) -> dict[str, Any]:
+    """Return what a value consists of, by names. Raises ValueError if that can't be told."""
+    if isinstance(value, nn.Module):
+        parts = {key: part for key, part in vars(value).items() if key not in MODULE_FIELDS}
+        parts |= value._parameters | value._buffers | value._modules
+    elif isinstance(value, dict):
+        parts = {repr(key): part for key, part in value.items()}
+    elif isinstance(value, list | tuple):
+        return {str(i): part for i, part in enumerate(value)}
+    elif isinstance(value, set | frozenset):
+        parts = {repr(part): None for part in value}
+    elif isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        parts = {f"{value.__module__}.{value.__qualname__}": [cells, value.__defaults__]}
+    elif isinstance(value, MethodType):
+        parts = {"function": value.__func__, "object": value.__self__}
+    elif isinstance(value, partial):
+        parts = {"function": value.func, "arguments": [value.args, value.keywords]}
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        parts = vars(value)
+    elif " at 0x" not in repr(value):
+        parts = {repr(value): None}
+    else:
+        raise ValueError(f"keys may depend on {name}, a {type(value).__qualname__}: can't tell how")
+    return {key: parts[key] for key in sorted(parts, key=str) if key not in IGNORED}
+
+
+def model_versions(model: nn.Module) -> list[tuple[int, Size, int] | dict[str, Any]]:
+    """Return of each module of a model where its weights and buffers lie, their shapes, how often
+    PyTorch has changed them in place, and its plain settings: another list later on means another
+    model.
+
+    Noticed: a weight or buffer that is added, taken away or replaced, and a change in place that
+    PyTorch counts, such as an optimizer's; a number or text among a module's own attributes that
+    changes. Not noticed: a change in place through .data or NumPy, which nobody counts, or one under
+    torch.inference_mode(); one inside of an attribute, such as a configuration.
     """
     versions = []
-    for parameter in model.parameters():
-        changes = 0 if parameter.is_inference() else parameter._version
-        versions.append((parameter.data_ptr(), parameter.shape, changes))
+    for module in model.modules():
+        for tensor in [*module._parameters.values(), *module._buffers.values()]:
+            if tensor is not None:
+                changes = 0 if tensor.is_inference() else tensor._version
+                versions.append((tensor.data_ptr(), tensor.shape, changes))
+        settings = vars(module).items()
+        versions.append({key: value for key, value in settings if type(value) in PLAIN_TYPES})
     return versions
 
 

@@ -4,10 +4,10 @@ SQLite, and a file for each run.
 Shapes: L layers, H heads of keys and values, D head size, S tokens of a cache, n tokens of a run.
 """
 
+import operator
 import os
 import re
 import sqlite3
-import time
 import warnings
 import zlib
 from collections.abc import Iterator, Sequence
@@ -19,18 +19,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from support.files import regular_file
-from support.fingerprints import fingerprint, parameter_versions, raw_bytes
+from support.files import regular_file, short_repr
+from support.fingerprints import identity, model_versions, raw_bytes
 from support.geometry import kv_heads
 from support.prefix import common_prefix_length
 
 # Seconds to wait for another process, which may never let go of the index.
 BUSY_SECONDS = 30
+# Runs that are deleted before others get their turn, and slices of so many runs in one call.
+SLICE = 100
+SLICES = 10
 # The index. A killed process loses nothing by synchronous = OFF; after a power cut the checksums tell.
-# runs: run, its file's name, which is never used again; parent, the run that it continues, or 0 if it
-# begins a text; start, after how many tokens of that one; first, its first token; used, when it last
-# was, in nanoseconds; nbytes, of its file; checksum, of parent, start, ids and file; ids, its tokens.
-# prompts: run, in which it ends.
+# runs: run, its file's name, which is never used again and larger than its parent's; parent, the run
+# that it continues, or 0 if it begins a text; start, after how many tokens of that one; first, its
+# first token; used, the number of the call that used it last; nbytes, of its file; checksum, of
+# parent, start, ids and file; ids, its tokens. prompts: run, in which it ends. deleted: runs whose
+# file, and what continues them, is yet to be deleted. total: of all runs, kept by the triggers.
 SCHEMA = """
 PRAGMA synchronous = OFF;
 CREATE TABLE IF NOT EXISTS runs (
@@ -43,28 +47,52 @@ CREATE TABLE IF NOT EXISTS runs (
     checksum INTEGER NOT NULL,
     ids BLOB NOT NULL,
     UNIQUE (parent, start, first));
-CREATE INDEX IF NOT EXISTS age ON runs (used, nbytes);
+CREATE INDEX IF NOT EXISTS age ON runs (used, run DESC);
 CREATE TABLE IF NOT EXISTS prompts (
     text TEXT PRIMARY KEY,
     run INTEGER NOT NULL,
     ids BLOB NOT NULL,
     embedding BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS ends ON prompts (run);
+CREATE TABLE IF NOT EXISTS deleted (
+    run INTEGER PRIMARY KEY,
+    nbytes INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS total (nbytes INTEGER NOT NULL);
+INSERT INTO total SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM total);
+CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON runs BEGIN
+    UPDATE total SET nbytes = nbytes + new.nbytes;
+END;
+CREATE TRIGGER IF NOT EXISTS resized AFTER UPDATE OF nbytes ON runs BEGIN
+    UPDATE total SET nbytes = nbytes - old.nbytes + new.nbytes;
+END;
+CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON runs BEGIN
+    UPDATE total SET nbytes = nbytes - old.nbytes;
+    INSERT OR REPLACE INTO deleted VALUES (old.run, old.nbytes);
+    DELETE FROM prompts WHERE run = old.run;
+END;
 """
 # The run that continues another one after some of its tokens with a given next token.
 CONTINUATION = """
 SELECT run, parent, start, nbytes, checksum, ids FROM runs
 WHERE parent = ? AND start = ? AND first = ?
 """
-# The least recently used run that no other run continues.
-LEAST_RECENT_LEAF = """
-SELECT run FROM runs AS one WHERE NOT EXISTS (SELECT 1 FROM runs WHERE parent = one.run)
-ORDER BY used LIMIT 1
+# A call marks all runs of a text with its number. So no run is older than what continues it, and of
+# runs of one age the last one is continued by none.
+MARK_USED = "UPDATE runs SET used = ? WHERE run = ?"
+OLDEST = "SELECT run FROM runs ORDER BY used, run DESC LIMIT 1"
+# What continues runs that are deleted, of which the second deletes the last traces.
+DELETE_ORPHANS = """
+DELETE FROM runs WHERE run IN
+    (SELECT runs.run FROM deleted CROSS JOIN runs ON runs.parent = deleted.run LIMIT ?)
 """
-# What continues a deleted run, or ends in one.
-DELETE_ORPHANS = (
-    "DELETE FROM runs WHERE parent != 0 AND parent NOT IN (SELECT run FROM runs)",
-    "DELETE FROM prompts WHERE run NOT IN (SELECT run FROM runs)",
-)
+DELETE_TRACES = """
+DELETE FROM deleted WHERE run = ? AND NOT EXISTS (SELECT 1 FROM runs WHERE parent = deleted.run)
+"""
+# Rows that nothing leads to: damage has changed their parent.
+DELETE_UNREACHABLE = """
+DELETE FROM runs WHERE parent >= run OR parent != 0 AND parent NOT IN
+    (SELECT run FROM runs UNION SELECT run FROM deleted)
+"""
 
 
 class StoredRun(NamedTuple):
@@ -92,21 +120,25 @@ class Store:
     A run holds what follows another run after some of its tokens: it is never split or changed. Its
     file is complete before its row in the index exists, and is deleted after that row is. So any
     number of processes may use a folder at once, and be killed at any moment: SQLite's transactions
-    are the lock, and undo what a killed process has begun; the next writer deletes the files that
-    have no row before it writes its own.
+    are the lock, and undo what a killed process has begun; the first put() of a store deletes files
+    that have no row.
 
     Every row and file is verified before use, by a checksum, which finds accidents and not
     forgeries. A run that fails is deleted with a warning, those that continue it follow with the
-    next writes, and the model reads those tokens again. Nothing else is ever deleted but to keep
-    within the capacity: a file that can't be read now stays. A folder that can't be used at all is
+    next writes, and the model reads those tokens again. Apart from that, only the capacity makes the
+    store delete anything: a file that can't be read now stays. A folder that can't be used at all is
     one warning, and the caches are kept in memory; one that can't be written to, or a full disk, is
     one warning too, and is read only. As files are mapped, nobody may change one in place while it is in use.
 
     capacity: bytes of this model's files, which they never exceed, unfinished ones included; the
     index, some 100 bytes a run and 4 bytes a token, isn't counted. The least recently used run that
-    nothing continues is deleted first. The model must be in eval() and its weights must stay as they
-    are: versions() says which changes are noticed, by get() and put(). Not for several threads at
-    once, nor across a fork. The folders of stores before this format are left alone.
+    nothing continues is deleted first, in slices of SLICE runs, between which other processes get
+    their turn. One put() deletes at most SLICES of these, and stores as much as fits by then.
+
+    Each model has a folder by its identity(): weights, buffers, settings and classes, but not the
+    code of these. It must be in eval() and stay as it is: model_versions() says which changes get()
+    and put() notice. Not for several threads at once, nor across a fork. The folders of stores before
+    this format are left alone.
     """
 
     def __init__(
@@ -122,22 +154,26 @@ class Store:
         self._device = weight.device
         self._run_shape = (config.n_layer, 2, heads, -1, config.head_dim)
         self._token_bytes = 2 * config.n_layer * heads * config.head_dim * self._dtype.itemsize
-        self._fingerprint = fingerprint(model)
-        self._versions = parameter_versions(model)
+        self._identity = identity(model)
+        self._versions = model_versions(model)
         self._check_model()
         self._runs_in_memory: dict[int, np.ndarray] = {}  # the files, if there is no folder
         self._warned = False
-        self.folder = None if folder is None else Path(folder) / f"kv-{self._fingerprint[:16]}"
+        self._swept = False  # whether what damage and killed processes left has been deleted
+        self.folder = None if folder is None else Path(folder) / f"kv-{self._identity[:16]}"
         self._index = self._open_index()
 
     @property
     def nbytes(self) -> int:
         """Bytes of all files that have a row."""
-        return int(self._index.execute("SELECT total(nbytes) FROM runs").fetchone()[0])
+        return self._index.execute("SELECT nbytes FROM total").fetchone()[0]
 
     def get(self, ids: Sequence[int]) -> Any:
         """Return a new cache of the longest stored prefix of ids, but never of all: one token has
-        to be fed to get logits. The cache is empty if nothing is stored."""
+        to be fed to get logits. The cache is empty if nothing is stored. Raises TypeError or
+        ValueError if ids aren't whole numbers of 4 bytes."""
+        ids = checked_ids(ids)
+        self._check_model()
         parts: list[Tensor] = []
         with self._transaction():
             path = self._matching_runs(ids[:-1])
@@ -149,31 +185,31 @@ class Store:
             self._mark_used(path[: len(parts)])
         if not parts:
             return self.model.new_cache()
-        # A single run is used where it is mapped: KVCache copies what it appends to.
-        kv = parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
+        # A single run of a folder is used where it is mapped: KVCache copies what it appends to.
+        kv = parts[0] if len(parts) == 1 and self.folder else torch.cat(parts, dim=3)
         layers = [layer[:, None].to(self._device) for layer in kv]  # (2, 1, H, S, D)
         return self.model.new_cache(layers, torch.arange(kv.size(3), device=self._device))
 
     def put(
         self, ids: Sequence[int], cache: Any, text: str = "", embedding: np.ndarray | None = None
     ) -> None:
-        """Store what cache has read of ids, as far as it isn't there yet and fits; with a text and
+        """Store what cache has read of a text, as far as it isn't there yet and fits; with a text and
         its embedding (C,), prompts() knows it too if all of it is stored.
 
-        Raises ValueError if cache is not that of the first tokens of a single text, read by this
-        model.
+        ids: all tokens of the text, from its first one; the last may have been written and not read.
+
+        Raises ValueError if cache hasn't read exactly these, or is not of a single text, or not this
+        model's; TypeError or ValueError if ids aren't whole numbers of 4 bytes.
         """
+        ids = checked_ids(ids)
         self._check_cache(cache, ids)
+        self._check_model()
         ids = ids[: len(cache)]
-        with self._transaction():  # of its own: a file is only deleted once its row is for good
-            path = self._matching_runs(ids)
-            self._mark_used(path)
-            self._delete_orphan_rows()
-            missing = len(ids) - matched_tokens(path)
-            self._evict_until(self.capacity - missing * self._token_bytes)
+        for _ in range(SLICES):
+            if not self._make_room(ids):
+                break
         with self._transaction():
-            self._delete_orphan_rows()
-            self._delete_orphan_files()
+            self._delete_files()
             last_run, stored = self._add_missing(ids, cache)
             if embedding is not None and 0 < stored == len(ids):
                 vector = np.asarray(embedding, dtype=np.float32).tobytes()
@@ -183,19 +219,27 @@ class Store:
     def prompts(self) -> list[tuple[str, list[int], np.ndarray]]:
         """Return the texts that were stored with an embedding (C,), with their ids."""
         query = "SELECT text, ids, embedding FROM prompts WHERE run IN (SELECT run FROM runs)"
+        self._check_model()
         prompts = []
         with self._transaction():
-            for text, ids, embedding in self._index.execute(query):
-                prompts.append((text, unpack_ids(ids), np.frombuffer(embedding, np.float32)))
+            for text, packed_ids, embedding in self._index.execute(query):
+                ids = unpack_ids(packed_ids)
+                if ids and is_packed(embedding):
+                    prompts.append((text, ids, np.frombuffer(embedding, np.float32)))
         return prompts
 
     def clear(self) -> None:
         """Delete all that is stored for this model."""
+        self._check_model()
+        self._swept = False
         with self._transaction():
             self._index.execute("DELETE FROM runs")
-        with self._transaction():
-            self._delete_orphan_rows()
-            self._delete_orphan_files()
+        files_left = True
+        while files_left:
+            files_left = False
+            with self._transaction():
+                self._delete_files()
+                files_left = self._deleted_count() > 0
 
     # Checks.
 
@@ -204,14 +248,25 @@ class Store:
         with, or the model is in train()."""
         if any(module.training for module in self.model.modules()):
             raise ValueError("the model is in train(): call model.eval() first")
-        if parameter_versions(self.model) != self._versions:
-            raise ValueError("the model's weights have changed: open a new store")
+        if model_versions(self.model) != self._versions:
+            raise ValueError("the model's weights or settings have changed: open a new store")
 
     def _check_cache(self, cache: Any, ids: Sequence[int]) -> None:
-        """Raise ValueError if cache is not that of the first tokens of ids, read by this model."""
+        """Raise ValueError if cache isn't that of ids, or of all but the last, read by this model,
+        TypeError if it is no cache."""
+        if not hasattr(cache, "layers"):
+            raise TypeError(f"cache must be a KV cache, got {type(cache).__name__}")
         n = len(cache)
-        if n > len(ids) or cache.pos.tolist() != list(range(n)):
-            raise ValueError(f"the cache, {n} tokens, isn't that of the first of {len(ids)} ids")
+        first_pos = int(cache.positions(1)[0]) - n
+        if first_pos != 0 or cache.pos.tolist() != list(range(n)):
+            raise ValueError(
+                f"the cache of {n} tokens must be of positions 0 to {n - 1}, begins at {first_pos}"
+            )
+        if n not in (len(ids), len(ids) - 1):
+            raise ValueError(
+                f"the cache has read {n} tokens, must be all {len(ids)} ids, or all but the last: "
+                "past the context, generate() begins a new cache in the middle of the text"
+            )
         expected_bytes = n * self._token_bytes
         rows_and_dtypes = {(kv.size(1), kv.dtype) for kv in cache.layers if n}
         if cache.nbytes != expected_bytes or not rows_and_dtypes <= {(1, self._dtype)}:
@@ -244,7 +299,6 @@ class Store:
         """Keep other writers out, or, of an index that can't be locked, only their changes. An error
         of the disk, or what is written to such an index, is a warning and ends the body; whatever is
         raised leaves the index as it was."""
-        self._check_model()
         try:
             try:
                 self._index.execute("BEGIN IMMEDIATE")
@@ -284,9 +338,10 @@ class Store:
                 break
             run = StoredRun(*row)
             stored_ids = unpack_ids(run.ids)
-            matched = common_prefix_length(
-                stored_ids, list(ids[position : position + len(stored_ids)])
-            )
+            matched = common_prefix_length(stored_ids, ids[position : position + len(stored_ids)])
+            if matched == 0:
+                self._delete_damaged(run, "its ids aren't those of its row")
+                break
             path.append(MatchedRun(run, matched))
             parent, start = run.number, matched
             position += matched
@@ -303,10 +358,28 @@ class Store:
             if content.nbytes != run.nbytes or checksum != run.checksum:
                 raise ValueError("its size or its checksum is wrong")
         except (FileNotFoundError, ValueError) as error:
-            self._delete_row(run.number)
-            warnings.warn(f"the stored KV cache {run.number} is not used: {error}", stacklevel=2)
+            self._delete_damaged(run, str(error))
             return None
         return torch.from_numpy(content).view(self._dtype).view(self._run_shape)
+
+    def _delete_damaged(self, run: StoredRun, why: str) -> None:
+        """Delete a run that isn't what was stored, with a warning."""
+        self._delete_row(run.number)
+        warnings.warn(f"the stored KV cache {run.number} is not used: {why}", stacklevel=2)
+
+    def _make_room(self, ids: Sequence[int]) -> bool:
+        """Delete up to SLICE runs, if what the store lacks of ids doesn't fit beside them. Return
+        whether that isn't enough."""
+        enough = True
+        with self._transaction():  # of its own: a file is only deleted once its row is for good
+            self._delete_files()
+            path = self._matching_runs(ids)
+            self._mark_used(path)
+            missing = len(ids) - matched_tokens(path)
+            limit = self.capacity - missing * self._token_bytes
+            self._evict_until(limit)
+            enough = self._is_empty() or (self.nbytes <= limit and self._deleted_count() <= SLICE)
+        return not enough
 
     def _add_missing(self, ids: Sequence[int], cache: Any) -> tuple[int, int]:
         """Store as a new run what the store lacks of ids, a text that cache has read, as far as it
@@ -316,22 +389,25 @@ class Store:
         if path:
             last_run, start = path[-1].run.number, path[-1].matched
         present = matched_tokens(path)
-        fitting = (self.capacity - self.nbytes) / self._token_bytes
+        undeleted = self._index.execute("SELECT total(nbytes) FROM deleted").fetchone()[0]
+        fitting = (self.capacity - self.nbytes - undeleted) / self._token_bytes
         end = max(present, int(min(len(ids), present + fitting)))
         if present < end:
             kv = torch.stack([layer[:, 0, :, present:end] for layer in cache.layers])
-            last_run = self._add_run(last_run, start, ids[present:end], kv)
+            now = self._mark_used(path)
+            last_run = self._add_run(last_run, start, ids[present:end], kv, now)
         return last_run, end
 
-    def _add_run(self, parent: int, start: int, ids: Sequence[int], kv: Tensor) -> int:
+    def _add_run(self, parent: int, start: int, ids: Sequence[int], kv: Tensor, used: int) -> int:
         """Store kv (L, 2, H, n, D) as a new run of tokens after the first `start` ones of its
-        parent; return its number."""
+        parent, with the number of its use; return its own number."""
         content, packed_ids = raw_bytes(kv.detach().cpu()), pack_ids(ids)
         checksum = self._checksum(parent, start, packed_ids, content)
-        row = (parent, start, ids[0], time.time_ns(), content.nbytes, checksum, packed_ids)
+        row = (parent, start, ids[0], used, content.nbytes, checksum, packed_ids)
         insert = "INSERT INTO runs VALUES (NULL, ?, ?, ?, ?, ?, ?, ?)"
         run = self._index.execute(insert, row).lastrowid
         if self.folder:
+            self._run_file(run).unlink(missing_ok=True)  # what a killed process left, or a link
             try:
                 self._run_file(run).write_bytes(content)
             except BaseException:  # half a file on a full disk
@@ -341,41 +417,59 @@ class Store:
             self._runs_in_memory[run] = content.copy()
         return run
 
-    def _mark_used(self, path: Sequence[MatchedRun]) -> None:
-        """Note that the runs of a path are used now."""
-        used = [(time.time_ns(), run.number) for run, _ in path]
-        self._index.executemany("UPDATE runs SET used = ? WHERE run = ?", used)
+    def _mark_used(self, path: Sequence[MatchedRun]) -> int:
+        """Note that the runs of a path are used now, after all others; return the number of this use."""
+        query = "SELECT coalesce(max(used), 0) FROM runs WHERE used BETWEEN 0 AND 1 << 62"
+        now = self._index.execute(query).fetchone()[0] + 1
+        self._index.executemany(MARK_USED, [(now, run.number) for run, _ in path])
+        return now
 
     def _evict_until(self, limit: float) -> None:
         """Delete the least recently used run that no other run continues, until the files take at
-        most `limit` bytes or no run is left."""
-        while self.nbytes > limit:
-            leaf = self._index.execute(LEAST_RECENT_LEAF).fetchone()
-            if leaf is None:
-                return
-            self._delete_row(*leaf)
+        most `limit` bytes, or SLICE runs are deleted, or none is left."""
+        for _ in range(SLICE):
+            oldest = self._index.execute(OLDEST).fetchone()
+            if oldest is None or self.nbytes <= limit:
+                break
+            self._delete_row(*oldest)
+
+    def _is_empty(self) -> bool:
+        """Return whether the index has no run."""
+        return self._index.execute("SELECT NOT EXISTS (SELECT 1 FROM runs)").fetchone()[0]
 
     def _delete_row(self, run: int) -> None:
         """Delete a run from the index: the next writer deletes its file, and what continues it."""
         self._index.execute("DELETE FROM runs WHERE run = ?", (run,))
 
-    def _delete_orphan_rows(self) -> None:
-        """Delete the rows that have lost their run."""
-        for statement in DELETE_ORPHANS:
-            self._index.execute(statement)
+    def _deleted_count(self) -> int:
+        """Return how many runs are deleted of which there may still be a file."""
+        return self._index.execute("SELECT count(*) FROM deleted").fetchone()[0]
 
-    def _delete_orphan_files(self) -> None:
-        """Delete the files that have no row. Rows deleted before it in the same transaction do no harm
-        if they come back: nothing leads to them. Raises sqlite3.Error, before a file goes, if other
-        writers, who may be about to add rows to their files, aren't kept out."""
+    def _delete_files(self) -> None:
+        """Delete the files of up to SLICE runs whose rows earlier transactions have deleted, and as
+        many rows that continue these. Raises sqlite3.Error, before a file goes, if other writers, who
+        may be about to add rows to their files, aren't kept out."""
         # It fails if the folder has another index by now.
         self._index.execute("PRAGMA user_version = 1")
-        numbers = {run for (run,) in self._index.execute("SELECT run FROM runs")}
-        for run in self._runs_in_memory.keys() - numbers:
-            del self._runs_in_memory[run]
-        names = {*os.listdir(self.folder)} if self.folder else set()
-        for name in names - {f"{run}.kv" for run in numbers}:
-            if re.fullmatch(r"\d+\.kv", name):
+        deleted = self._index.execute("SELECT run FROM deleted LIMIT ?", (SLICE,)).fetchall()
+        for (run,) in deleted:
+            self._runs_in_memory.pop(run, None)
+            if self.folder:
+                self._run_file(run).unlink(missing_ok=True)
+        self._index.execute(DELETE_ORPHANS, (SLICE,))
+        self._index.executemany(DELETE_TRACES, deleted)
+        if not self._swept:
+            self._sweep()
+            self._swept = True
+
+    def _sweep(self) -> None:
+        """Delete rows that nothing leads to, and files that have no row; count all bytes anew."""
+        self._index.execute(DELETE_UNREACHABLE)
+        self._index.execute("UPDATE total SET nbytes = (SELECT total(nbytes) FROM runs)")
+        query = "SELECT run FROM runs UNION SELECT run FROM deleted"
+        names = {f"{run}.kv" for (run,) in self._index.execute(query)}
+        for name in os.listdir(self.folder) if self.folder else ():
+            if name not in names and re.fullmatch(r"\d+\.kv", name):
                 (self.folder / name).unlink()
 
     def _run_file(self, run: int) -> Path:
@@ -384,7 +478,7 @@ class Store:
 
     def _checksum(self, parent: int, start: int, ids: bytes, content: Any) -> int:
         """Return the CRC-32 of a run: of the model, of where it begins, its tokens and its file."""
-        beginning = zlib.crc32(f"{self._fingerprint} {parent} {start} ".encode() + ids)
+        beginning = zlib.crc32(f"{self._identity} {parent} {start} ".encode() + ids)
         return zlib.crc32(content, beginning)
 
 
@@ -393,11 +487,31 @@ def matched_tokens(path: Sequence[MatchedRun]) -> int:
     return sum(matched for _, matched in path)
 
 
+def checked_ids(ids: Sequence[int]) -> list[int]:
+    """Return tokens as a list of int. Raises TypeError if they aren't whole numbers, ValueError if
+    one is negative or takes more than 4 bytes."""
+    try:
+        checked = [operator.index(token) for token in ids]
+    except TypeError:
+        raise TypeError(
+            f"ids must be a list of whole numbers, such as ids[0].tolist(), got {short_repr(ids)}"
+        ) from None
+    for token in checked:
+        if not 0 <= token < 2**31:
+            raise ValueError(f"ids must be at least 0 and less than {2**31}, got {token}")
+    return checked
+
+
 def pack_ids(ids: Sequence[int]) -> bytes:
     """Return tokens as a row of the index has them."""
     return np.array(ids, np.int32).tobytes()
 
 
-def unpack_ids(packed: bytes) -> list[int]:
-    """Return tokens from a row of the index; bytes that make no token are left to its checksum."""
-    return np.frombuffer(packed[: len(packed) // 4 * 4], np.int32).tolist()
+def is_packed(value: object) -> bool:
+    """Return whether a value from the index is bytes of whole numbers of 4 bytes."""
+    return isinstance(value, bytes) and len(value) % 4 == 0
+
+
+def unpack_ids(packed: object) -> list[int]:
+    """Return tokens from a row of the index, none if damage has made something else of them."""
+    return np.frombuffer(packed, np.int32).tolist() if is_packed(packed) else []

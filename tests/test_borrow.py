@@ -3,10 +3,17 @@
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from recycle import prefilled_cache
+from support.fingerprints import fingerprint
+from support.store import Store
 from tests.helpers import ROOT, process
 
 TEXT = (ROOT / "BORROW.md").read_text("utf-8")
@@ -28,7 +35,16 @@ def same(write):
         assert new == [int(token) for token in generate(model, torch.tensor([ids]), 12)], ids
 """
 CHECKS = {
-    "recycle": "same(answer)\nassert 20 < len(store.get(prompts[0])) == len(prompts[0]) - 1",
+    "recycle": """same(answer)
+assert 20 < len(store.get(prompts[0])) == len(prompts[0]) - 1
+begin = lambda ids, n: [int(token) for token in generate(model, torch.tensor([ids]), n)]
+prompt = [*range(10, 50)] * 2
+text = prompt + begin(prompt, 100)
+assert answer(prompt, 100) == text[80:]  # past the context of 128
+assert answer(prompt, 0) == []
+for start in (0, 64):
+    assert answer(text[start : start + 100], 9) == begin(text[start : start + 100], 9)
+""",
     "paged": "same(ask)",
     "speculate": "same(lambda ids, n: write(ids, n)[0])\nsame(lambda ids, n: write(ids, n, draft_by_student)[0])",
 }
@@ -55,6 +71,53 @@ MODELS = {
         "LlamaForCausalLM",
     ),
 }
+
+
+def test_models_of_transformers_that_compute_other_keys_of_equal_weights_have_other_folders(
+    tmp_path: Path,
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    listing: dict[str, Any] = {}
+    exec(EXAMPLES["adapter.py"], listing)
+
+    def adapter(change: Callable[[nn.Module], object] = id, **options: object) -> nn.Module:
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=50, max_position_embeddings=64, num_hidden_layers=2, hidden_size=16,
+            intermediate_size=8, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.3,
+            **options,
+        )  # fmt: skip
+        model = transformers.LlamaForCausalLM(config)
+        change(model)
+        return listing["Adapter"](model).eval()
+
+    def scaled(**options: object) -> dict[str, object]:
+        return {"rope_parameters": {"rope_theta": 1e4, **options}}
+
+    models = [
+        adapter(),
+        adapter(**scaled(rope_type="default") | scaled(rope_theta=100.0, rope_type="default")),
+        adapter(**scaled(rope_type="linear", factor=2.0)),
+        adapter(rms_norm_eps=0.1),
+        adapter(lambda model: setattr(model.model.norm, "variance_epsilon", 0.1)),
+        adapter(lambda model: model.model.rotary_emb.inv_freq.mul_(2)),
+        adapter(lambda model: model.register_buffer("more", torch.ones(1))),
+        adapter(hidden_act="gelu"),
+    ]
+    assert len({fingerprint(model) for model in models}) == 1
+    folders = set()
+    for model in models:
+        store, ids = Store(model, tmp_path), [*range(20)]
+        assert len(store.get(ids)) == 0
+        store.put(ids, prefilled_cache(model, ids))
+        assert len(store.get(ids)) == 19
+        folders.add(store.folder)
+    assert len(folders) == len(models)
+    models[0].model.save_pretrained(tmp_path / "saved")
+    saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved")
+    again = [Store(listing["Adapter"](saved).eval(), tmp_path).get(ids)]
+    again.append(Store(adapter(), tmp_path).get(ids))
+    assert len(again[1]) == 19
 
 
 @pytest.mark.slow

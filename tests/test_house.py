@@ -38,7 +38,7 @@ WEIGHTLESS = {
 # Tokens of each room when somebody last looked. A commit that needs more than a twentieth above
 # raises its room's record, or records a new room, in one line.
 RECORDS = {
-    "tests": 86711,
+    "tests": 92293,
     "chapters' exercises": 77400,
     "studies": 32727,
     "pocket": 18155,

@@ -5,6 +5,7 @@ import json
 import random
 import re
 import sys
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +15,9 @@ import pytest
 import tiktoken
 import torch
 
+import gpt_kv_cache
 import recycle as module
-from gpt_kv_cache import GPT, GPTConfig, generate
+from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import load_model, load_tokenizer
 from recycle import (
     Conversation,
@@ -77,6 +79,36 @@ def test_what_was_read_is_stored_past_the_context_and_if_nobody_wants_the_rest(k
     assert found(store, started) == 6
     with pytest.raises(ValueError, match=r"must have shape \(1, T\), got \(2, 3\)"):
         next(recycle(store, torch.ones(2, 3, dtype=torch.long), 2))
+
+
+@pytest.mark.parametrize("moment", ["append", "commit", "sample"])
+@pytest.mark.parametrize("call", range(0, 40, 3))
+def test_what_an_interrupted_pass_leaves_is_never_stored_as_another_text(
+    monkeypatch: pytest.MonkeyPatch, moment: str, call: int
+) -> None:
+    model = tiny_model()
+    store, row, calls = Store(model), torch.tensor([[3, 1, 4, 1, 5]]), 0
+    owner = "gpt_kv_cache" if moment == "sample" else "gpt_kv_cache.KVCache"
+    real = gpt_kv_cache.sample if moment == "sample" else getattr(KVCache, moment)
+
+    def interrupted(*args: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == call + 1:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    text = [3, 1, 4, 1, 5]
+    with monkeypatch.context() as broken, suppress(KeyboardInterrupt):
+        broken.setattr(f"{owner}.{moment}", interrupted)
+        for token in recycle(store, row, 40):
+            text.append(int(token))
+    whole = [3, 1, 4, 1, 5, *written(generate(model, row, 45))]
+    assert text == whole[: len(text)]
+    for start in range(len(whole)):
+        found(store, whole[start:])  # which compares what is found with what the model computes
+    if moment != "append" and call and len(text) <= 32:
+        assert found(store, whole) >= len(text) - 1
 
 
 # --- The source's way -----------------------------------------------------------------------------------------------

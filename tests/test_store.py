@@ -9,6 +9,7 @@ import shutil
 import signal
 import sqlite3
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from torch import nn
 
 from gpt_kv_cache import GPT, GPTConfig, KVCache
 from recycle import prefilled_cache
-from support.fingerprints import fingerprint
+from support.fingerprints import fingerprint, identity
 from support.prefix import common_prefix_length
 from support.store import Store, matched_tokens
 from tests.helpers import KINDS, Ran, class_of, of_kind, process
@@ -147,27 +148,44 @@ def test_numbers_come_back_bit_by_bit(dtype: torch.dtype, on_disk: bool, tmp_pat
         model, ids = tiny_model(kind=kind).to(dtype), list(range(11)) * 2
         cache, store = prefilled_cache(model, ids), Store(model, tmp_path if on_disk else None)
         put(store, ids)
-        for _ in range(2):  # what becomes of a cache changes nothing in a store on disk
+        for _ in range(2):  # what becomes of a cache changes nothing in a store
             got = store.get(ids)
             assert len(got) == 21 and type(got) is type(cache)
             for ours, given in zip(got.layers, cache.layers, strict=True):
                 assert ours.dtype == dtype and torch.equal(ours, given[..., :21, :])
-                if on_disk:
-                    ours.zero_()
+                ours.zero_()
 
 
 def test_bad_input_is_refused_with_both_numbers(tiny: GPT) -> None:
     store, ids, cache = Store(tiny), [1, 2, 3], prefilled_cache(tiny, [1, 2, 3])
     twice = [torch.cat([kv, kv], 1) for kv in cache.layers]
     for given, other, words in (
-        ([1, 2], cache, r"3 tokens.*2 ids"),
+        ([1, 2], cache, r"read 3 tokens.*all 2 ids"),
+        ([1, 2, 3, 4, 5], cache, r"read 3 tokens.*all 5 ids"),
         (ids, KVCache(twice, cache.pos), "2 rows"),
         (ids, KVCache(cache.layers[:1], cache.pos), f"{3 * TOKEN // 2} bytes.*{3 * TOKEN}"),
         (ids, cache.clone().to(dtype=torch.float16), "float16"),
-        (ids, KVCache(cache.layers, cache.pos + 1), "first of 3 ids"),
+        (ids, KVCache(cache.layers, cache.pos + 1), "positions 0 to 2, begins at 1"),
     ):
         with pytest.raises(ValueError, match=words):
             store.put(given, other)
+    for given, words in (
+        (torch.tensor([ids]), r"ids\[0\].*got tensor\(\[\[1, 2, 3\]\]\)"),
+        ([1.0, 2, 3], "whole numbers.*got"),
+        (["1"] * 3, "whole numbers.*got"),
+        (cache, "whole numbers.*got"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            store.put(given, cache)
+        with pytest.raises(TypeError, match=words):
+            store.get(given)
+    with pytest.raises(TypeError, match="must be a KV cache, got list"):
+        store.put(ids, ids)
+    with pytest.raises(ValueError, match=f"less than {2**31}, got {2**40}"):
+        store.get([2**40])
+    store.put(torch.tensor(ids), cache)
+    assert found(store, ids) == 3 and store.nbytes == 3 * TOKEN
+    store.clear()
     for capacity in (0, -1, float("nan")):
         with pytest.raises(ValueError, match=f"0 bytes, got {capacity}"):
             Store(tiny, capacity=capacity)
@@ -186,6 +204,53 @@ def test_fingerprint_is_that_of_weights_and_dtype(tiny: GPT) -> None:
     assert len({fingerprint(model) for model in (tiny, half.half(), other)}) == 3
 
 
+def change_eps(model: nn.Module) -> None:
+    model.h[1].ln_1.eps = 0.1
+
+
+def add_buffer(model: nn.Module) -> None:
+    model.register_buffer("scale", torch.ones(2), persistent=False)
+
+
+def add_function(model: nn.Module) -> None:
+    model.activation = torch.nn.functional.silu
+
+
+def add_list_of_modules(model: nn.Module) -> None:
+    model.more = [nn.Linear(2, 2)]
+
+
+def change_class(model: nn.Module) -> None:
+    model.h[0].ln_1.__class__ = type("OtherNorm", (nn.LayerNorm,), {})
+
+
+@pytest.mark.parametrize(
+    "change", [change_eps, add_buffer, add_function, add_list_of_modules, change_class]
+)
+def test_a_model_of_equal_weights_that_computes_something_else_has_another_folder(
+    store: Store, change: Callable
+) -> None:
+    put(store, [1] * 9)
+    other = tiny_model()
+    assert identity(other) == identity(store.model)
+    change(other)
+    assert fingerprint(other) == fingerprint(store.model) and identity(other) == identity(other)
+    theirs = Store(other, store.folder.parent)
+    assert theirs.folder != store.folder and len(theirs.get([1] * 9)) == 0
+
+
+def test_a_model_that_changes_in_use_or_whose_parts_cannot_be_told_is_refused() -> None:
+    for change in (change_eps, add_buffer):
+        model = tiny_model()
+        store = Store(model)
+        change(model)
+        with pytest.raises(ValueError, match="settings have changed"):
+            store.get([1, 2])
+    model.h[0].lock = threading.Lock()
+    with pytest.raises(ValueError, match=r"depend on model.h.0.lock, a lock"):
+        Store(model)
+
+
 def test_two_models_share_a_folder_without_meeting(store: Store) -> None:
     theirs = Store(tiny_model(1), store.folder.parent)
     put(store, [1] * 9)
@@ -202,7 +267,7 @@ def test_weights_that_changed_are_noticed(change: Callable) -> None:
     store, cache = Store(model), prefilled_cache(model, [1, 2, 3])
     change(model.get_parameter("h.1.mlp.c_fc.bias"))
     for use in (lambda: store.get([1, 2, 3]), lambda: store.put([1, 2, 3], cache)):
-        with pytest.raises(ValueError, match="weights have changed"):
+        with pytest.raises(ValueError, match="weights or settings have changed"):
             use()
 
 
@@ -260,6 +325,51 @@ def test_the_least_recently_used_run_that_nothing_continues_goes_first(store: St
     assert store.nbytes == 0
 
 
+def instructions(store: Store, work: Callable[[], object]) -> int:
+    """Return how many instructions of its virtual machine SQLite runs for some work."""
+    count = 0
+
+    def counted() -> None:
+        nonlocal count
+        count += 1
+
+    store._index.set_progress_handler(counted, 1)
+    work()
+    store._index.set_progress_handler(None, 0)
+    return count
+
+
+def test_the_work_of_a_put_hangs_neither_on_how_much_is_stored_nor_on_what_must_go(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, numbers = prefilled_cache(store.model, [1, 2]), iter(range(10**6))
+
+    def put_next(one: Store = store) -> None:
+        one.put([next(numbers), 2], cache)
+
+    costs = []
+    for size in (20, 400):
+        while next(numbers) < size:
+            put_next()
+        costs.append(instructions(store, put_next))
+        full = another(store, store.nbytes)
+        put_next(full)  # the first one sweeps
+        costs[-1] += instructions(store, lambda one=full: put_next(one))
+    assert costs[1] < 1.5 * costs[0]
+    monkeypatch.setattr("support.store.SLICE", 5)
+    monkeypatch.setattr("support.store.SLICES", 3)
+    half, before = another(store, store.nbytes // 2), store.nbytes
+    left = []
+    while half.nbytes > half.capacity - 5 * 2 * TOKEN:
+        put_next(half)
+        assert before - half.nbytes <= 15 * 2 * TOKEN
+        before = half.nbytes
+        left.append(before)
+        if len(left) > 1 and left[-1] == left[-2]:
+            break
+    assert 5 < len(left) < 50 and taken(store.folder) == half.nbytes <= half.capacity
+
+
 def test_the_end_of_a_text_that_does_not_fit_is_left_out(tiny: GPT) -> None:
     store, long = Store(tiny, capacity=10 * TOKEN), [*range(11)] * 2
     put(store, long)
@@ -281,7 +391,9 @@ def damage(rng: random.Random, store: Store, foreign: list[bytes]) -> str:
     content, kind = bytearray(path.read_bytes()), rng.choice(KINDS_OF_DAMAGE)
     if kind == "row":
         column = rng.choice(COLUMNS)
-        value = rng.randbytes(rng.randint(0, 36)) if column == "ids" else rng.randint(-1, 12)
+        value = rng.choice([rng.randint(-1, 12), "text", 0.5, 2**63 - 1])
+        if column == "ids" and rng.random() < 0.5:
+            value = rng.randbytes(rng.randint(0, 36))
         change = f"UPDATE OR IGNORE runs SET {column} = ? WHERE run = ?"
         with sqlite3.connect(store.folder / "index.db") as db:
             db.execute(change, (value, int(path.stem)))
@@ -322,6 +434,34 @@ def test_a_damaged_store_never_gives_a_wrong_cache_and_heals(
             store.clear()
             assert not runs(store)
     assert len(kinds) >= 10 and reused > 50 * n
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "run = 1, parent = 1, start = 0",
+        "ids = 7",
+        "ids = 'text'",
+        "ids = x'0500000005'",
+        "ids = x''",
+        "first = 5, start = 0, parent = 0",
+    ],
+)
+def test_a_row_whose_ids_are_not_its_own_is_deleted_and_said(store: Store, change: str) -> None:
+    put(store, [5] * 10, [1] * 10)
+    store._index.execute("DELETE FROM runs WHERE run = 1")
+    # 2 becomes a row that a text beginning with 5 is led to, with other ids.
+    store._index.execute("UPDATE runs SET first = 5 WHERE run = 2")
+    store._index.execute(f"UPDATE runs SET {change} WHERE run = 2")
+    if change.startswith("run"):
+        store._index.execute("INSERT INTO runs VALUES (9, 0, 0, 5, 1, 1, 1, x'07000000')")
+    with warned(1, "its ids"):
+        assert found(store, [5] * 10) == 0
+    put(store, [5] * 10)
+    assert found(store, [5] * 10) == 10
+    prompt = ("text", 3, 5, "embedding")
+    store._index.execute("INSERT INTO prompts VALUES (?, ?, ?, ?)", prompt)
+    assert store.prompts() == []
 
 
 def test_what_is_wrong_with_a_file_is_said_once_and_it_goes_with_what_continues_it(
@@ -459,7 +599,7 @@ def test_a_folder_that_is_deleted_in_use_is_one_warning(store: Store) -> None:
 
 @pytest.mark.parametrize("on_disk", [True, False])
 @pytest.mark.parametrize(
-    "moment", ["_checksum", "_add_run", "_mark_used", "_delete_row", "_delete_orphan_files"]
+    "moment", ["_checksum", "_add_run", "_mark_used", "_delete_row", "_delete_files"]
 )
 def test_an_interrupted_put_leaves_a_store_that_works(
     tiny: GPT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_disk: bool, moment: str

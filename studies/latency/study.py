@@ -97,7 +97,7 @@ def measure(rows: Rows, model: GPT, model_name: str, lengths: Sequence[int], tur
             for store in (memory_store, disk_store):
                 store.clear()
                 if stored:
-                    store.put(ids, prefilled_cache(model, ids[:stored]))
+                    store.put(ids[:stored], prefilled_cache(model, ids[:stored]))
             end_to_end = (prompt_length, percent) == end_to_end_case
             runs = {}
             for way, source in sources.items():
