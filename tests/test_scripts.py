@@ -1,10 +1,12 @@
 """Every script as people meet it: --help, the default run, and bad input that gets one sentence and exit status 2."""
 
 import re
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.helpers import Ran, process, read_pocket_config, refused, start
 
@@ -157,3 +159,49 @@ BAD = {  # a command, and what its sentence must hold
 def test_bad_input_gets_one_sentence(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     refused(start(command), *BAD[command].split())
+
+
+@pytest.fixture(scope="module")
+def overflowing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Shipped models whose weights are finite and whose logits aren't, by the last norm's weights."""
+    folders = {}
+    for name in ("teacher", "llama", "bct"):
+        folder = tmp_path_factory.mktemp(name)
+        for file in ("config.json", "model.safetensors"):
+            shutil.copy(ROOT / "pocket" / name / file, folder)
+        shutil.copy(ROOT / "pocket" / "teacher" / "tokenizer.tiktoken", folder)
+        tensors = load_file(folder / "model.safetensors")
+        for key, tensor in tensors.items():
+            if key.endswith(("ln_f.weight", "model.norm.weight")):
+                tensor.fill_(3e4)  # 65,504 is float16's largest number
+        save_file(tensors, folder / "model.safetensors")
+        folders[name] = folder
+    return folders
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "gpt_baseline --model {teacher}",
+        "gpt_kv_cache --model {teacher} --compare",
+        "gpt_bounded_cache --model {teacher}",
+        "gpt_bounded_cache --model {teacher} --memory sinks",
+        "gpt_bounded_cache --model {bct} --memory bct",
+        "llama_kv_cache --model {llama}",
+        "paged serve {prompts} --model {teacher}",
+        "overfill write --teacher {teacher}",
+        "overfill write --student {teacher}",
+        "speculate write --teacher {teacher}",
+        "speculate write --student {teacher}",
+    ],
+)
+def test_logits_that_overflow_are_one_sentence(
+    command: str, temperature: int, overflowing: dict[str, Path], tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("One morning\n")
+    options = f"--dtype float16 --max-new-tokens 6 --temperature {temperature}"
+    ran = start(f"{command.format(**overflowing, prompts=prompts)} {options}")
+    refused(ran, "logits aren't finite: activations overflow (in torch.float16)")
+    assert "\0" not in ran.out
