@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from gpt_kv_cache import KVCache, context_start, generate
 from load_gpt2_weights import NAMES, load_model, load_tokenizer
-from support.cli import CommandLine, whole_number
+from support.cli import CommandLine, whole_number, writable_folder
 from support.encoders import load_encoder
 from support.files import read_csv, write_csv
 from support.prefix import common_prefix_length
@@ -501,6 +501,13 @@ def main(argv: list[str] | None = None) -> None:
         help="embeddings for the nearest prompt: tokens, the model's own, or a model of "
         "sentence-transformers, such as all-MiniLM-L6-v2",
     )
+    run.add_argument(
+        "--out",
+        default="results/recycle",
+        type=writable_folder,
+        metavar="FOLDER",
+        help="where the tables go",
+    )
     talk.add_argument(
         "--store",
         default="results/recycle/store",
@@ -525,8 +532,7 @@ def main(argv: list[str] | None = None) -> None:
             ending = END_OF_TEXT if dialogue else ""
             with tempfile.TemporaryDirectory(prefix="recycle-") as folder:
                 recycler = Recycler(Store(model, folder), tokenizer, encoder, ending)
-                out = Path("results/recycle")
-                return demo(recycler, stored, tests, args.max_new_tokens, out)
+                return demo(recycler, stored, tests, args.max_new_tokens, args.out)
         store = Store(model, args.store, args.capacity)
         trace = cli.trace(args, tokenizer, model, torch.empty(1, 0, dtype=torch.long))
         conversation = Conversation(store, tokenizer, args.max_new_tokens, dialogue, trace)

@@ -12,7 +12,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from chapters.builder.blocks import chapter_folders, run_process
-from support.cli import CommandLine, whole_number
+from support.cli import CommandLine, output_file, whole_number
 from support.files import write_csv
 
 SECONDS = 900  # for a chapter of a student
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
         "--chapters", nargs="+", type=whole_number(0), default=[], metavar="N", help="default: all"
     )
     cli.add_argument(
-        "--output", type=Path, default=Path("points.csv"), metavar="FILE", help="the table"
+        "--output", type=output_file, default="points.csv", metavar="FILE", help="the table"
     )
     with cli.parse(argv) as args:
         chapters = chapter_folders(args.chapters)

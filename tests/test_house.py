@@ -43,7 +43,7 @@ RECORDS = {
     "studies": 32727,
     "pocket": 18155,
     "lectures": 15690,
-    "support": 15530,
+    "support": 16662,
     "benchmarks": 10676,
     "chapters' tools": 9650,
     "projector.py": 5805,
