@@ -357,7 +357,7 @@ def comparison_table(
 ) -> str:
     """Return a table of what each cache costs to read ids (B, T) with, and how far the predictions
     in the second half are from those of the first one, full attention. Of each: a name, a model,
-    and what makes one for T tokens."""
+    and what makes one for T tokens. Raises ValueError if logits aren't finite."""
     B, T = ids.shape
     rows, exact_logits = [], None
     # Else the first cache pays for new memory: twice the time.
@@ -365,6 +365,8 @@ def comparison_table(
     for name, model, new_cache in caches:
         cache = new_cache(T)
         logits, milliseconds = read_in_pieces(model, cache, ids)
+        if not logits.isfinite().all():
+            raise ValueError(f"logits aren't finite: activations overflow (in {logits.dtype})")
         logits = logits[:, T // 2 :]
         if exact_logits is None:
             exact_logits = logits

@@ -444,8 +444,8 @@ def starting_tokens(
     if not templates:
         return ()
     template = templates[0]
-    tokens = template_tokens(template["single"], where)
-    template_tokens(template["pair"], where)
+    tokens = template_tokens(template["single"], where, ("A",))
+    template_tokens(template["pair"], where, ("A", "B"))
     if tokens[-1:] != [None] or None in tokens[:-1]:
         raise ValueError(f"{where}: single must be tokens, and then the text")
     for name, entry in template["special_tokens"].items():
@@ -460,13 +460,13 @@ def starting_tokens(
     return tuple(special_ids[token] for token in tokens[:-1])
 
 
-def template_tokens(items: list[Any], where: str) -> list[str | None]:
-    """Return the tokens of a template, None for a text."""
+def template_tokens(items: list[Any], where: str, texts: tuple[str, ...]) -> list[str | None]:
+    """Return the tokens of a template, None for a text. Raises ValueError if one isn't among texts."""
     tokens = []
     for item in items:
         if isinstance(item, dict) and [*item] == ["Sequence"]:
             text = check_fields(item["Sequence"], where, id=str, type_id=int)
-            check_understood(text, where, {"id": ("A", "B"), "type_id": (0, 1)})
+            check_understood(text, where, {"id": texts, "type_id": (0, 1)})
             tokens.append(None)
         else:
             token = check_understood(item, where, {"SpecialToken": dict})["SpecialToken"]
