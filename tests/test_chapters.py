@@ -16,7 +16,7 @@ import torch
 import chapters.builder.__main__ as build
 import studies.pages
 from chapters import conftest
-from chapters.builder import blocks, pages, side_by_side
+from chapters.builder import blocks, pages, side_by_side, svg
 from gpt_kv_cache import GPT, generate
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
@@ -146,6 +146,24 @@ def test_pictures_show_real_tokens() -> None:
             assert tokens == real, f"{path.parent.name}: {tokens}"
             shown += 1
     assert shown >= 7
+
+
+def test_a_cell_may_be_several_columns_wide_and_what_is_gone_is_crossed_out() -> None:
+    drawn = svg.cells("", [("", [("a", "gone", 2), ("b", "kept")])], width=50)
+    borders = re.findall(r'<rect x="(\d+)" y="8" width="(\d+)"', drawn)
+    assert borders == [("16", "104"), ("124", "50")]
+    assert re.findall(r'<path d="(.*?)"', drawn) == ["M16 8l104 34m0 -34l-104 34"]
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_words_of_pictures_fit_their_cells(folder: Path) -> None:
+    for path in folder.glob("*.svg"):
+        width = 0.0
+        for element in ElementTree.parse(path).iter():
+            if element.get("rx"):
+                width = float(element.get("width"))
+            elif element.get("text-anchor") == "middle" and width:
+                assert 8 * len(element.text.strip()) <= width, f"{path}: {element.text}"
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)

@@ -13,7 +13,8 @@ def ring() -> str:
         "goes to the spare slot, and token 2 leaves the window. Token 6 takes its slot, and token 3 leaves the window. "
         "Token 7 takes that slot.",
         [
-            ("", [(word, "") for word in ("sink", "sink", "ring", "ring", "ring", "ring")]),
+            ("", [("sinks", "", 2), ("ring", "", 4)]),
+            ("slot", [(str(slot), "") for slot in range(6)]),
             ("5 tokens read", row(range(5), 0, 1, 2, 3, 4, "")),
             ("token 5", row(range(5, 6), 0, 1, 2, 3, 4, 5, hidden=2)),
             ("token 6", row(range(6, 7), 0, 1, 6, 3, 4, 5, hidden=3)),
@@ -42,19 +43,8 @@ def spare() -> str:
         "layer: of three slots it has overwritten token 0, of four none. After truncate(2) token 2 must see 0, 1 and "
         "2. In three slots it sees 3, 1 and 2; in four, 0, 1 and 2.",
         [
-            (
-                "",
-                [
-                    ("W", ""),
-                    ("slots", ""),
-                    ("", ""),
-                    ("", ""),
-                    ("W + 1", ""),
-                    ("slots", ""),
-                    ("", ""),
-                    ("", ""),
-                ],
-            ),
+            ("", [("W slots", "", 3), ("", ""), ("W + 1 slots", "", 4)]),
+            ("slot", [(slot, "") for slot in ("0", "1", "2", "", "0", "1", "2", "3")]),
             ("3 tokens read ", row("0", "1", "2", four=("0", "1", "2", ""))),
             ("token 3: the pass fails ", row("3", "1", "2", four=("0", "1", "2", "3"))),
             ("truncate(2), then token 2 sees ", row("3", "1", "2", four=("0", "1", "2"))),

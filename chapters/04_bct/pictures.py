@@ -20,8 +20,11 @@ def writes() -> str:
         ]
 
     gap = [("", "")]
-    names = {2: "KV cache", 8: "ring", 13: "BCT"}
-    rows = [("", [(names.get(x, ""), "") for x in range(16)])]
+    slots = [str(slot) for slot in (*range(6), "", *range(4), "", *range(4))]
+    rows = [
+        ("", [("KV cache", "", 6), *gap, ("ring", "", 4), *gap, ("BCT", "", 4)]),
+        ("slot", [(slot, "") for slot in slots]),
+    ]
     for t in range(6):
         cache, ring = ([10 * (m == slot) for m in range(M)] for M, slot in ((6, t), (4, t % 4)))
         rows.append(
@@ -46,7 +49,9 @@ def layout() -> str:
             ("written ", [(str(t), "gone") for t in range(6)] + [("6", "new")]),
             (
                 "read ",
-                [("slot", "kept")] * 3 + [("", "")] * 4 + [(str(t), "reused") for t in (7, 8, 9)],
+                [(f"slot {i}", "kept") for i in range(3)]
+                + [("", "")] * 4
+                + [(str(t), "reused") for t in (7, 8, 9)],
             ),
         ],
         {

@@ -80,7 +80,7 @@ def verified() -> str:
             "new": "the teacher's",
             "gone": "dropped or cut",
         },
-        width=56,
+        width=60,
     )
 
 

@@ -21,10 +21,7 @@ def masks() -> str:
         should = {*range(query + 1)}
         three = (row(sees, should) for sees in (should, {*range(CACHED + 1)}, {*range(i + 1)}))
         rows.append((f"query {query}", beside(*three)))
-    titles = (
-        [("", "")] * 3 + [(words, "")] + [("", "")] * 3
-        for words in ("correct", "first row for all", "top left")
-    )
+    titles = ([(words, "", KEYS)] for words in ("correct", "first row for all", "top left"))
     keys = [(str(key), "") for key in range(KEYS)]
     return cells(
         "Three masks for queries 4, 5 and 6, a chunk of three tokens after four cached ones. Correct: each query sees "

@@ -6,9 +6,7 @@ from chapters.builder.svg import cells
 def heads() -> str:
     queries = [(f"q{i}", "new") for i in range(9)]
     own = [(f"k{i} v{i}", "gone") for i in range(9)]
-    shared = [
-        cell for i in range(3) for cell in ((f"k{i} v{i}", "kept"), ("", "kept"), ("", "kept"))
-    ]
+    shared = [(f"k{i} v{i}", "kept", 3) for i in range(3)]
     return cells(
         "Nine heads of queries, as SmolLM2-135M has them. With a head of keys and values for each, nine pairs are "
         "cached for each token and layer. Grouped, queries 0 to 2 read pair 0, queries 3 to 5 pair 1, queries 6 to 8 "

@@ -4,19 +4,35 @@ from collections.abc import Sequence
 
 from chapters.builder.pages import TEMPLATES
 
+Cell = (
+    tuple[str, str] | tuple[str, str, int]
+)  # text, kind and, unless it is 1, how many columns it is wide
+
 
 def cells(
     alt: str,
-    rows: Sequence[tuple[str, Sequence[tuple[str, str]]]],
+    rows: Sequence[tuple[str, Sequence[Cell]]],
     legend: dict[str, str] | None = None,
     width: int = 54,
 ) -> str:
-    """Return a picture of rows, each a label and cells (text, kind); legend says what the kinds mean here.
+    """Return a picture of rows, each a label and cells; legend says what the kinds mean here.
 
     Kinds: "new", computed now; "kept", in the cache and read; "reused", from elsewhere (another prompt, another model);
-    "gone", evicted, overwritten or forgotten; "free", allocated and empty; "", words only. alt describes the picture to
-    whoever can't see it. Raises ValueError for an unknown kind.
+    "gone", evicted, overwritten or forgotten, and crossed out; "free", allocated and empty; "", words only. alt
+    describes the picture to whoever can't see it. Raises ValueError for an unknown kind.
     """
     return TEMPLATES.get_template("cells.svg").render(
-        alt=alt, rows=rows, legend=legend or {}, width=width
+        alt=alt,
+        rows=[(label, placed(row)) for label, row in rows],
+        legend=legend or {},
+        width=width,
     )
+
+
+def placed(row: Sequence[Cell]) -> list[tuple[str, str, int, int]]:
+    """Return each cell's text and kind, the columns to the left of it, and its own."""
+    cells, column = [], 0
+    for word, kind, *columns in row:
+        cells.append((word, kind, column, *(columns or [1])))
+        column += cells[-1][-1]
+    return cells
