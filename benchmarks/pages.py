@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 from benchmarks import batches, scale
@@ -71,19 +72,20 @@ def standing_tables() -> str:
 
 
 def demo_output() -> str:
-    """The output of the README's first command."""
+    """The output of the README's first command; of the text that it writes, the beginning."""
     command = [sys.executable, "gpt_kv_cache.py", "--compare"]
     process = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    return f"```text\n$ python3 gpt_kv_cache.py --compare\n{process.stdout.rstrip()}\n```"
+    text, mark, measured = process.stdout.rstrip().partition("\n[prefill")
+    beginning = textwrap.shorten(text, 100, placeholder=" [...]")
+    return f"```text\n$ python3 gpt_kv_cache.py --compare\n{beginning}\n{mark}{measured}\n```"
 
 
 NAMES = {  # that the pages' templates may call
     "conditions": lambda: render_words("both", both_processors().values()),
     "demo": demo_output,
     "difference": difference_text,
-    "figure": None,  # by studies/pages.py, as the next two
+    "figure": None,  # by studies/pages.py, as the next one
     "format": None,
-    "verdict": None,
     "fleet": lambda: table(*scale.fleet_table()[:2], markdown=True),
     "llama": lambda: conditions_and_table(newest_record("*/llama.json")),
     "processors": processors_table,

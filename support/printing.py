@@ -90,7 +90,7 @@ def print_comparison(prompt_length: int, runs: dict[str, tuple[list[int], list[f
         rows.append(row_of_medians(f"{prompt_length + end:,}", start, end))
     if rows:
         rows.append(row_of_medians("all", 1, shortest))
-        print("\nMedians, in which a slow token doesn't show; the decoding time above is a mean:")
+        print("\nMedians; the decoding time above is a mean:")
         header = ["text length", *(f"{name}: ms per token" for name in runs), "times as fast"]
         print(f"\n{table(header, rows, left_aligned=0)}")
     seconds = {name: sum(ms) / 1000 for name, (_, ms) in runs.items()}
