@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.runners import BASE, base_of, is_exact
 from benchmarks.scale import cells_of
 from benchmarks.words import Figures, render_words
-from support.figures import write_figure
+from support.figures import line_style, write_figure
 from support.tables import Table
 
 # A larger share of the time without a processor, or change of bandwidth, is a disturbance.
@@ -176,12 +176,11 @@ def draw_figures(record: Figures, folder: Path) -> None:
     prefix = "" if BASE in record["rows"] else "llama_"
     roofline = [1e3 / record["roofline_ms"]] * len(lengths)
     products = [record["products_ms"][str(T)] for T in lengths]
-    styles = ("o-", "s--", "^-.", "D:", "v-", "*--", "P-.")  # of 9 colours: no two lines look alike
 
     def lines(axes: Any, key: str, floor: Sequence[float], said: str) -> None:
         for i, (name, row) in enumerate(record["rows"].items()):
             values = [row[f"1 x {T}"][key] for T in lengths]
-            axes.plot(lengths, values, styles[i % 7], markersize=5, linewidth=1, label=name)
+            axes.plot(lengths, values, **line_style(i), markersize=5, linewidth=1, label=name)
         axes.plot(lengths, floor, color="black", linewidth=2, label=said)
         axes.set(xlim=(0, None), ylim=(0, None))
 

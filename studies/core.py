@@ -14,6 +14,7 @@ stated unless it says why only `partly`.
 
 import argparse
 import fnmatch
+import itertools
 import json
 import math
 import re
@@ -34,7 +35,7 @@ from load_gpt2_weights import NAMES, load_model
 from support.blocks import rendered
 from support.cli import CommandLine, writable_folder
 from support.conditions import conditions, is_geometry
-from support.figures import COLORS
+from support.figures import line_style
 from support.figures import write_figure as draw_figure
 from support.files import parse_json, read_text, write_text
 from support.statistics import bootstrap, mean_of_rows
@@ -64,8 +65,6 @@ REWORDED = {  # of recorded conditions, as a page has them
 }
 Row = dict[str, Any]  # as JSON has it
 Setting = dict[str, Any]
-Points = list[tuple[float, ...]]  # x, y and perhaps y's interval
-Curves = dict[tuple[str, str], Points]  # by the label and the kind of a curve
 # A claim in its source's own words, the conditions of both sides, and our finding: source (its title, "" if the claim
 # is ours), section, quote, theirs and ours (conditions), figure (what decides, with its interval), verdict, stated
 # (whether it is tested as stated, and why not), command (python3 -m studies.COMMAND measures it); and the rest of
@@ -118,6 +117,19 @@ class Figure(NamedTuple):
         """Return 1 if the whole interval lies within a limit of 0, -1 if it lies beyond, else 0."""
         mirrored = Figure(-self.value, -self.high, -self.low)
         return min(self.below(limit), mirrored.below(limit))
+
+
+class Point(NamedTuple):
+    """A point of a curve, y with its interval if that is known, and what tells it from the others."""
+
+    x: float
+    y: float
+    low: float = -math.inf
+    high: float = math.inf
+    name: str = ""
+
+
+Curves = dict[tuple[str, str], list[Point]]  # by the label and the kind of a curve
 
 
 def reduce_values(values: np.ndarray, reduction: str) -> Figure:
@@ -631,55 +643,87 @@ def run_study(
         report(rows)
 
 
-def points_over(rows: Rows, way: str, metric: str, key: str, setting: Setting) -> Points:
+def points_over(rows: Rows, way: str, metric: str, key: str, setting: Setting) -> list[Point]:
     """Return a metric of a way in a setting, with its interval, by the values of a part of it."""
     points = []
     for row in rows.rows.values():
         point_setting = setting | {key: row["setting"].get(key)}
         if rows.find(way, metric, **point_setting) is row:
-            points.append((point_setting[key], *rows.figure(way, metric, **point_setting)))
+            points.append(Point(point_setting[key], *rows.figure(way, metric, **point_setting)))
     return sorted(points)
 
 
 def curves_of(rows: Rows, definition: dict[str, Any]) -> Curves:
-    """Return the points of a figure of its ways, or of the table's, x and y with its interval, by
-    the label and the kind of their curve: of a metric over a part of the setting, or over another
-    metric, joined for ways of one kind (periodic:64, periodic:16); else x and y of a series."""
+    """Return the points of a figure of its ways, or of the table's, by the label and the kind of their
+    curve: of a metric over a part of the setting, or over another metric, joined for ways of one kind
+    (periodic:64, periodic:16), which their points name; else of a series. A label can be `legend`'s."""
     curves: Curves = {}
+    legend = definition.get("legend", {})
     metric, ways = definition["y"], definition.get("ways", rows.definition["table"]["ways"])
     for way, setting in matching_ways(rows, ways):
         label, points = rows.name_of(way, setting), []
-        kind = rows.name_of(re.split("[:~]", way)[0], setting)
+        kind_of_way, *values = re.split("[:~]", way, maxsplit=1)
+        kind = rows.name_of(kind_of_way, setting)
         if "over" in definition:
             points = points_over(rows, way, metric, definition["over"], setting)
         elif row := rows.find(way, metric, **setting):
             if "x" not in definition:
-                points = [*enumerate(row["values"], 1)]
+                points = [Point(x, y) for x, y in enumerate(row["values"], 1)]
             elif x := rows.figure(way, definition["x"], **setting):
                 label = kind
-                points = [(x.value, *rows.figure(way, metric, **setting))]
+                points = [Point(x.value, *rows.figure(way, metric, **setting), *values)]
         if points:
-            curves.setdefault((label, kind), []).extend(points)
+            curves.setdefault((legend.get(label, label), kind), []).extend(points)
     return curves
 
 
 def draw_figures(rows: Rows, folder: Path) -> None:
-    """Draw the study's figures, in which ways of one kind have one colour."""
-    colors: dict[str, str] = {}
+    """Draw the study's figures, in which ways of one kind look alike, and no others."""
+    kinds: dict[str, int] = {}
     for name, definition in rows.definition.get("figures", {}).items():
         curves = curves_of(rows, definition)
         if curves:
             labels = {key: label for key, label in definition.items() if key in FIGURE_LABELS}
-            draw_figure(folder / f"{name}.png", partial(plot_curves, curves, colors), **labels)
+            draw_figure(folder / f"{name}.png", partial(plot_curves, curves, kinds), **labels)
 
 
-def plot_curves(curves: Curves, colors: dict[str, str], axes: Any) -> None:
-    """Plot curves. colors: those of the kinds that are drawn already."""
+def plot_curves(curves: Curves, kinds: dict[str, int], axes: Any) -> None:
+    """Plot curves, and name the points of those that join several ways. kinds: the number of each kind
+    that is drawn already, to which new ones are added."""
+    sides = itertools.cycle((above, below, left))
     for (label, kind), points in curves.items():
-        x, y, *interval = np.array(points).T
-        color = colors.setdefault(kind, COLORS[len(colors) % len(COLORS)])
-        style = "o-" if interval else "-"
-        axes.plot(x, y, style, color=color, markersize=4, linewidth=1, label=label)
-        if interval and np.isfinite(interval).all():
-            spread = [y - interval[0], interval[1] - y]
-            axes.errorbar(x, y, spread, fmt="none", capsize=2, ecolor=color)
+        style = line_style(kinds.setdefault(kind, len(kinds)))
+        step = max(1, len(points) // 10)  # of a series not every point has a marker
+        if step > 1:
+            style["linestyle"] = "-"
+        x, y = [point.x for point in points], [point.y for point in points]
+        axes.plot(x, y, **style, markersize=5, markevery=step, linewidth=1, label=label)
+        if all(math.isfinite(point.low + point.high) for point in points):
+            spread = [[p.y - p.low for p in points], [p.high - p.y for p in points]]
+            axes.errorbar(x, y, spread, fmt="none", capsize=2, ecolor=style["color"])
+        if len(points) > 1 and points[0].name:
+            side = next(sides)
+            for point in points:
+                axes.annotate(point.name, color=style["color"], fontsize=9, **side(point))
+
+
+def above(point: Point) -> dict[str, Any]:
+    """Return where the name of a point stands: above its interval."""
+    top = point.high if math.isfinite(point.high) else point.y
+    return beside(point.x, top, (0, 3), ha="center", va="bottom")
+
+
+def below(point: Point) -> dict[str, Any]:
+    """Return where the name of a point stands: below its interval."""
+    bottom = point.low if math.isfinite(point.low) else point.y
+    return beside(point.x, bottom, (0, -3), ha="center", va="top")
+
+
+def left(point: Point) -> dict[str, Any]:
+    """Return where the name of a point stands: to the left of it."""
+    return beside(point.x, point.y, (-5, 0), ha="right", va="center")
+
+
+def beside(x: float, y: float, offset: tuple[int, int], **alignment: str) -> dict[str, Any]:
+    """Return what axes.annotate() takes for words so many points of a page away from x, y."""
+    return {"xy": (x, y), "xytext": offset, "textcoords": "offset points"} | alignment

@@ -8,6 +8,7 @@ from support.files import write_atomically
 
 # For any eyes.
 COLORS = "#0072b2 #d55e00 #009e73 #aa4499 #e69f00 #56b4e9 #882255 #555555 #000000".split()
+MARKERS_AND_LINES = ("o-", "s--", "^-.", "D:", "v-", "*--", "P-.")
 STYLE = {
     "font.size": 11,
     "axes.titlesize": 12,
@@ -22,6 +23,14 @@ STYLE = {
     "legend.frameon": False,
     "legend.fontsize": 10,
 }
+
+
+def line_style(number: int) -> dict[str, str]:
+    """Return the colour, marker and line of a figure's line, by its number; the first 63, which is 9
+    colours by 7 markers, differ from one another."""
+    marker, *line = MARKERS_AND_LINES[number % len(MARKERS_AND_LINES)]
+    color = COLORS[number % len(COLORS)]
+    return {"color": color, "marker": marker, "linestyle": "".join(line)}
 
 
 def write_figure(path: Path, draw_on: Callable[[Any], None], **labels: Any) -> None:
