@@ -388,10 +388,12 @@ class Conversation:
     def __post_init__(self) -> None:
         self.end_tokens = end_tokens_of(self.tokenizer)
         self.turns: list[list[int]] = []
+        self.tokens = 0  # of all texts that were answered
+        self.reused_tokens = 0
 
     def chat(self, lines: Iterable[str]) -> None:
-        """Answer line by line, and print what reuse saved: to know it, the whole text is read once
-        more after every answer."""
+        """Answer line by line, and print what reuse saved, at the end of all turns: to know it, the
+        whole text is read once more after every answer."""
         half = self.store.model.config.n_ctx // 2
         prefilled_cache(self.store.model, [self.tokenizer.eot_token])  # a first pass is slow
         for line in lines:
@@ -404,6 +406,9 @@ class Conversation:
                 continue
             self.forget_oldest(question)
             self.answer(question)
+        if self.tokens:
+            tokens_read = self.tokens - self.reused_tokens
+            print(f"[all turns: {tokens_read:,} tokens read, without reuse {self.tokens:,}]")
         if self.trace and self.trace.steps:
             self.trace.write()
             print(f"[step by step: {self.trace.path}]")
@@ -453,6 +458,8 @@ class Conversation:
         print(self.tokenizer.decode(text).strip())
         self.store.put([*ids, *answer], cache)
         self.turns.append(question + self.with_end_of_turn(answer))
+        self.tokens += len(ids)
+        self.reused_tokens += reused
         cold_seconds, _ = time_call(lambda: prefilled_cache(self.store.model, ids))
         print(
             f"[reused {reused} of {len(ids)} tokens; first token after {1e3 * first_token_seconds:.1f} "
@@ -478,11 +485,14 @@ class Conversation:
 
 
 def typed_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines that aren't empty, with a prompt if someone is typing."""
+    """Yield the lines that aren't empty, each after a prompt, with which the output reads as a
+    dialogue: whoever types sees the line behind it; from a file, the line is printed."""
     prompt = "> " if sys.stdin.isatty() else ""
     print(prompt, end="", flush=True)
     for line in lines:
         if line.strip():
+            if not prompt:
+                print(f"> {line.strip()}")
             yield line
         print(prompt, end="", flush=True)
 
@@ -515,6 +525,11 @@ def main(argv: list[str] | None = None) -> None:
         help="where caches are kept",
     )
     talk.add_argument(
+        "--fresh",
+        action="store_true",
+        help="begin with an empty store, in memory, and leave the folder as it is",
+    )
+    talk.add_argument(
         "--capacity",
         default=10**9,
         type=whole_number(1, 2**63 - 1),
@@ -523,6 +538,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     talk.add_trace_argument()
     with cli.parse(argv) as args:
+        if args.action == "chat" and args.fresh and args.store != talk.get_default("store"):
+            raise ValueError(f"give --fresh or --store {args.store}, not both")
         model = load_model(args.model, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
         dialogue = "DialoGPT" in args.model
@@ -533,7 +550,7 @@ def main(argv: list[str] | None = None) -> None:
             with tempfile.TemporaryDirectory(prefix="recycle-") as folder:
                 recycler = Recycler(Store(model, folder), tokenizer, encoder, ending)
                 return demo(recycler, stored, tests, args.max_new_tokens, args.out)
-        store = Store(model, args.store, args.capacity)
+        store = Store(model, None if args.fresh else args.store, args.capacity)
         trace = cli.trace(args, tokenizer, model, torch.empty(1, 0, dtype=torch.long))
         conversation = Conversation(store, tokenizer, args.max_new_tokens, dialogue, trace)
         conversation.chat(typed_lines(sys.stdin))

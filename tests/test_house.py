@@ -50,7 +50,7 @@ RECORDS = {
     "load_gpt2_weights.py": 3766,
     "paged.py": 3728,
     "overfill.py": 3454,
-    "recycle.py": 3228,
+    "recycle.py": 3416,
     "demos": 2907,
     "compress.py": 2778,
     "speculate.py": 2503,

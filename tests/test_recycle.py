@@ -424,6 +424,36 @@ def test_the_pages_conversation_is_answered_rightly_and_long_enough(tmp_path, mo
         "Tamble Quentil lichen stone walls golden August paper kites Wychet Wood Neth Sigmar minnows attics"
     )
     assert reused(ran.out)[-1] > 150
+    read, in_all = re.search(r"(\S+) tokens read, without reuse (\S+)]", ran.out).groups()
+    for page in ("teacher.md", "05_recycling/README.md"):
+        words = (ROOT / "chapters" / page).read_text("utf-8")
+        assert re.search(rf"\b{read}\b.*\b{in_all}\b", words), f"{page}: {read} of {in_all}"
+    assert re.findall(r"^> (.+)", ran.out, re.M) == text.splitlines()
+
+
+def test_a_fresh_chat_reuses_and_leaves_nothing_in_the_folder(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "What does the yaffin like to eat?\nWhich river does Tolben stand on?\n"
+    kept = typed(monkeypatch, text, "chat", "--max-new-tokens", 9)
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    first, second = (
+        typed(monkeypatch, text, "chat", "--fresh", "--max-new-tokens", 9) for _ in range(2)
+    )
+    assert reused(first.out) == reused(second.out) == reused(kept.out)
+    assert reused(first.out)[0] == 0 and len(files) > 4
+    assert files == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+
+
+def test_a_chat_from_a_file_reads_as_a_dialogue_and_counts_its_tokens(monkeypatch, capsys) -> None:
+    ran = typed(monkeypatch, "\nWho?\n  \n Where? \n", "chat", "--fresh", "--max-new-tokens", 4)
+    assert re.findall(r"^> (.*)$", ran.out, re.M) == ["Who?", "Where?"]
+    turns = [[int(n) for n in turn] for turn in re.findall(r"reused (\d+) of (\d+) t", ran.out)]
+    read, in_all = sum(n - k for k, n in turns), sum(n for _, n in turns)
+    assert f"[all turns: {read:,} tokens read, without reuse {in_all:,}]\n" in ran.out
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    assert [*module.typed_lines(["Who?\n", "\n"])] == ["Who?\n"]
+    assert capsys.readouterr().out == "> > > ", "whoever types sees the question already"
 
 
 def test_chat_says_what_happens_when_the_context_is_full(tmp_path: Path, monkeypatch) -> None:

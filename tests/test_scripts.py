@@ -142,6 +142,7 @@ BAD = {  # a command, and what its sentence must hold
     "overfill --max-new-tokens 5000": f"5000 context of {CONFIG['n_ctx']}",
     "overfill --top-k 2": "demo has no --top-k",
     "recycle chat --store ''": "--store is empty",
+    "recycle chat --fresh --store x": "--fresh --store x not both",
     "recycle chat --capacity 0": "--capacity at least 1 '0'",
     "recycle chat --encoder tokens": "chat has no --encoder",
     f"recycle --max-new-tokens {CONFIG['n_ctx'] - 12}": f"{CONFIG['n_ctx'] - 12} {CONFIG['n_ctx']}",
