@@ -24,7 +24,7 @@ class GPTConfig:
     """Geometry of a GPT-2; the defaults are those of the 124M model.
 
     n_inner and head_dim follow from n_embd if they aren't given; dropout acts in train() only.
-    Raises ValueError if a number is out of range, or doesn't divide the one that it should.
+    Raises ValueError if a number is out of range, or n_embd can't be divided among the heads.
     """
 
     vocab_size: int = 50257
@@ -66,7 +66,7 @@ class Conv1D(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention in two steps: between project() and forward() a cache fits."""
+    """Multi-head self-attention; a cache fits between its two steps, project() and forward()."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The part of a block that computes each token alone: widen, bend, narrow."""
+    """The part of a block that treats each token alone: widen, apply a nonlinearity, narrow."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -160,10 +160,11 @@ class GPT(nn.Module):
 
 
 def context_start(n_tokens: int, n_ctx: int) -> int:
-    """Index of the first of n_tokens still in the context: past n_ctx the oldest half is forgotten.
+    """Return the index of the first of n_tokens that is still in the context.
 
-    Keys were computed for the positions at which they were read, so the other half is read again,
-    from position 0. The index moves by half a context at a time: reading costs O(1) per token.
+    Past n_ctx the oldest half is forgotten. Keys belong to the positions at which they were read,
+    so the other half is read again, from position 0. Moving by half a context at a time keeps the
+    cost of this at O(1) per token.
     """
     if n_tokens <= n_ctx:
         return 0

@@ -27,7 +27,7 @@ class GPTConfig:
     """Geometry of a GPT-2; the defaults are those of the 124M model.
 
     n_inner and head_dim follow from n_embd if they aren't given; dropout acts in train() only.
-    Raises ValueError if a number is out of range, or doesn't divide the one that it should.
+    Raises ValueError if a number is out of range, or n_embd can't be divided among the heads.
     """
 
     vocab_size: int = 50257
@@ -71,12 +71,12 @@ class Conv1D(nn.Module):
 class KVCache:  # NEW
     """Keys, values and positions of the tokens that a model has read; it grows with every token.
 
-    A model can serve any number of caches; a new text is a new cache. Every cache offers:
-    - to a pass, positions(), append() in each layer, and commit() at the end: a pass that fails
-      changes nothing;
+    A model can serve any number of caches; a new text gets a new cache. Every cache offers:
+    - for a pass, positions(), append() in each layer, and commit() at the end, so that a pass that
+      fails changes nothing;
     - len(), the number of tokens read; nbytes, their memory; layers, an entry for each layer;
-    - truncate() to the first tokens; to() and clone(), which copy it;
-    - snapshot(), which token is in which slot, for traces; table(), the same for people.
+    - truncate(), which keeps the first tokens; to() and clone(), which copy the cache;
+    - snapshot(), which says for traces what token is in each slot; table(), the same for people.
     """
 
     def __init__(self, layers: list[Tensor] | None = None,  # NEW
@@ -115,11 +115,11 @@ class KVCache:  # NEW
             raise ValueError(f"a cache for [B, H, D, dtype, device] {expected} got {given}")  # NEW
 
     def commit(self, pos: Tensor) -> None:  # NEW
-        """Count the tokens at positions pos (T,) as read: what was appended for them now exists."""
+        """Count the tokens at positions pos (T,) as read: what was appended for them now counts."""
         self.pos = torch.cat([self.pos, pos]) if len(self) else pos  # NEW
 
     def truncate(self, n: int) -> None:  # NEW
-        """Keep the first n tokens, free the rest's memory. Raises ValueError if there are fewer."""
+        """Keep the first n tokens and free the rest. Raises ValueError if there are fewer."""
         if not 0 <= n <= len(self):  # NEW
             raise ValueError(f"can't keep {n} tokens of {len(self)}")  # NEW
         layers = self.layers if n > 0 else []  # NEW  an empty cache serves any model
@@ -167,7 +167,7 @@ class SlidingWindowCache(KVCache):  # RING
     """The last `window` tokens and the first `sinks`, in slots that are allocated once.
 
     With a window of n_ctx it is a preallocated cache that forgets nothing. The ring has one slot
-    more than its window: a new token takes the slot of the one that no query sees any more, so that
+    more than its window: a new token takes the slot of a token that no query sees any more, so that
     decoding copies nothing and a pass that fails destroys nothing. Tokens of earlier passes carry
     no gradient. len() counts the tokens read. Raises ValueError if the window is below 1 or sinks
     below 0.
@@ -269,7 +269,7 @@ class SlidingWindowCache(KVCache):  # RING
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention in two steps: between project() and forward() a cache fits."""
+    """Multi-head self-attention; a cache fits between its two steps, project() and forward()."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -292,7 +292,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The part of a block that computes each token alone: widen, bend, narrow."""
+    """The part of a block that treats each token alone: widen, apply a nonlinearity, narrow."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -378,10 +378,11 @@ class GPT(nn.Module):
 
 
 def context_start(n_tokens: int, n_ctx: int) -> int:
-    """Index of the first of n_tokens still in the context: past n_ctx the oldest half is forgotten.
+    """Return the index of the first of n_tokens that is still in the context.
 
-    Keys were computed for the positions at which they were read, so the other half is read again,
-    from position 0. The index moves by half a context at a time: reading costs O(1) per token.
+    Past n_ctx the oldest half is forgotten. Keys belong to the positions at which they were read,
+    so the other half is read again, from position 0. Moving by half a context at a time keeps the
+    cost of this at O(1) per token.
     """
     if n_tokens <= n_ctx:
         return 0
@@ -415,11 +416,11 @@ def generate(model: nn.Module, ids: Tensor, max_new_tokens: int, *, temperature:
              top_k: int | None = None, stop_ids: Collection[int] = (),
              generator: torch.Generator | None = None,  # NEW
              cache: KVCache | None = None) -> Iterator[Tensor]:  # NEW
-    """Yield up to max_new_tokens tokens (B, 1) after ids (B, T), each as soon as it is known. What
-    the cache holds of ids isn't read again; the cache grows, and is emptied when the context is
-    full. A row that has produced one of stop_ids repeats it; when all have, generation ends.
-    Raises ValueError, at the first token, if ids is empty or not longer than the cache, or an
-    option is out of range, and at any token whose logits aren't finite."""
+    """Yield up to max_new_tokens tokens (B, 1) after ids (B, T), each as soon as it is known.
+    Tokens that the cache holds aren't read again; it grows, and is emptied when the context is
+    full. A row that has produced one of stop_ids repeats it; when all have, generation ends. Raises
+    ValueError, at the first token, if ids is empty or not longer than the cache, or an option is
+    out of range, and at any token whose logits aren't finite."""
     cache = model.new_cache() if cache is None else cache  # NEW
     cached_from = 0  # NEW  index in ids of the first cached token
     if ids.dim() == 2 and len(cache) > 0 and ids.size(1) <= len(cache):  # NEW
@@ -458,12 +459,12 @@ def check_options(ids: Tensor, max_new_tokens: int, temperature: float, top_k: i
 
 @dataclass  # BCT
 class BCTConfig(GPTConfig):  # BCT
-    """Geometry of a Bounded-Cache Transformer (BCT): a GPT-2's, and that of its memory.
+    """Geometry of a Bounded-Cache Transformer (BCT): that of a GPT-2, and that of its memory.
 
     rule="sum", recent=0 is the paper's section 3.2 and nothing else; rule="mean" is ours, and adds
     a mass of each slot, a step size and a share kept. recent tokens are ours under both rules.
-    Raises ValueError, like GPTConfig, and if slots is below 1, recent below 0, rule unknown, or
-    slots that are read as means begin with random numbers.
+    Raises ValueError as GPTConfig does, and if slots is below 1, recent below 0, or rule unknown,
+    or if slots that are read as means would begin with random numbers.
     """
 
     slots: int = 24  # BCT  memory slots of a head, M
@@ -538,10 +539,10 @@ class Tokens(Tensors):  # BCT
 
 
 class BoundedMemory(KVCache):  # BCT
-    """What a BCT holds of a text: in each layer, M memory slots of a head and R recent tokens.
+    """What a BCT remembers of a text: in each layer, M memory slots per head and R recent tokens.
 
-    Its size is the same from the first token on, and it is float32 whatever the model is: sums of
-    many tokens need it. len() counts the tokens read.
+    Its size is the same from the first token on. It is float32 in any model, since sums over many
+    tokens need the precision. len() counts the tokens read.
     """
 
     def __init__(self) -> None:  # BCT
@@ -554,13 +555,13 @@ class BoundedMemory(KVCache):  # BCT
         raise ValueError("a BCT's memory can't serve a model that isn't a BCT")  # BCT
 
     def commit(self, pos: Tensor) -> None:  # BCT
-        """Count the tokens at positions pos (T,) as read: what was made of them now exists."""
+        """Count the tokens at positions pos (T,) as read: what was made of them now counts."""
         self.layers, self.pending = self.pending, []  # BCT
         self.pos = pos[-1:]  # BCT
 
     def truncate(self, n: int) -> None:  # BCT
-        """Forget everything (n = 0). Raises ValueError for any n but 0 and all: a write can't be
-        undone."""
+        """Forget everything if n is 0. Raises ValueError unless n is 0 or all, since a write can't
+        be undone."""
         if n not in (0, len(self)):  # BCT
             raise ValueError(f"can't keep {n} tokens of {len(self)}: only 0 or all")  # BCT
         if n == 0:  # BCT
@@ -603,7 +604,7 @@ class BoundedMemory(KVCache):  # BCT
         return {**held, "mass": mass, "what": what, "layer": layer}  # BCT
 
     def table(self, tokens: list[str] | tuple[str, ...] = ()) -> str:  # BCT
-        """Return one line: no slot stands for a token."""
+        """Return one line, since no slot stands for a single token."""
         layers = f"{len(self.layers)} layers after {len(self)} tokens"  # BCT
         return f"BCT memory of {layers}: {self.nbytes:,} bytes"  # BCT
 
@@ -611,7 +612,7 @@ class BoundedMemory(KVCache):  # BCT
 
 
 class WriteMemory(nn.Module):  # BCT
-    """BCT's attention: every token is written to M memory slots, and a query attends to those.
+    """BCT's attention: every token is written to M memory slots, and queries attend to the slots.
 
     Source: Yi et al. 2024, section 3.2, which the rule "sum" with no recent tokens is: "The write
     query vector wq is then used to compute attention weights across the key vectors MK stored in
@@ -619,9 +620,10 @@ class WriteMemory(nn.Module):  # BCT
     normalization" (wq = W_wq x, ww = softmax(wq MK^T)); "The update rule is applied by integrating
     the attention weights ww with the write key-value vector wv": "MV = MV' + ww^T . wv". The
     paper's separate W_wv is the block's own projection to keys and values, wv = [k; v]. Section
-    3.1: MV "can be initialized to zero or random values". How MV is read isn't stated: here as any
-    keys and values are. Of the first token the text says "the initial key-value vector sequence MV
-    is used" and updates it, while algorithm 1 only has MV_1 = MV_0 (write_first=False).
+    3.1: MV "can be initialized to zero or random values". The paper doesn't state how MV is read;
+    here it is read as any keys and values are. For the first token, the text says that "the initial
+    key-value vector sequence MV is used" and updates it, whereas algorithm 1 only sets MV_1 = MV_0
+    (write_first=False).
 
     The rule "mean" is ours. It adds:
     - the mass of a slot, the sum of the weights written to it. The slot is read as if the mean of
@@ -710,7 +712,8 @@ class WriteMemory(nn.Module):  # BCT
         return torch.cat(read, dim=2).to(x.dtype)  # BCT
 
     def counts(self, mass: Tensor | None) -> tuple[Tensor | int, Tensor | int]:  # BCT
-        """Return what a slot's sums are divided by, and the log of how many times it counts."""
+        """Return what each slot's sums are divided by, and the log of how many tokens the slot
+        counts as."""
         if mass is None:  # BCT  the paper's sums are read as they are, and count once
             return 1, 0  # BCT
         log_count = mass.clamp_min(1e-30).log().masked_fill(mass == 0, -1e9)  # BCT
@@ -741,7 +744,7 @@ class WriteMemory(nn.Module):  # BCT
     def parallel(self, q: Tensor, slots: Slots, tokens: Tokens,  # BCT
                  n_empty: int) -> tuple[Tensor, Slots]:  # BCT
         """Return the same for T queries q (B, H, T, D), by two masked products that don't copy the
-        slots: while the T queries come, the first T of the R + T tokens leave and are written."""
+        slots. Meanwhile the first T of the R + T tokens leave the recent ones and are written."""
         D, T, R = q.size(3), q.size(2), self.config.recent  # BCT
         k, v, ww = tokens.k, tokens.v, tokens.weights  # BCT
         i = torch.arange(T, device=q.device)[:, None]  # BCT  query i reads token j,
@@ -809,7 +812,8 @@ class BCT(GPT):  # BCT
         return super().forward(ids, cache, last_only)  # BCT
 
     def cycle(self, _: nn.Module, pos: tuple[Tensor]) -> Tensor:  # BCT
-        """Return where in wpe the positions are (T,): past its end, in the upper half once more."""
+        """Return the rows (T,) of wpe that positions use: past its end, the upper half is used
+        again."""
         half = self.config.n_ctx // 2  # BCT
         above = half + (pos[0] - half) % (self.config.n_ctx - half)  # BCT
         return torch.where(pos[0] < half, pos[0], above)  # BCT

@@ -27,7 +27,7 @@ class GPTConfig:
     """Geometry of a GPT-2; the defaults are those of the 124M model.
 
     n_inner and head_dim follow from n_embd if they aren't given; dropout acts in train() only.
-    Raises ValueError if a number is out of range, or doesn't divide the one that it should.
+    Raises ValueError if a number is out of range, or n_embd can't be divided among the heads.
     """
 
     vocab_size: int = 50257
@@ -71,12 +71,12 @@ class Conv1D(nn.Module):
 class KVCache:  # NEW
     """Keys, values and positions of the tokens that a model has read; it grows with every token.
 
-    A model can serve any number of caches; a new text is a new cache. Every cache offers:
-    - to a pass, positions(), append() in each layer, and commit() at the end: a pass that fails
-      changes nothing;
+    A model can serve any number of caches; a new text gets a new cache. Every cache offers:
+    - for a pass, positions(), append() in each layer, and commit() at the end, so that a pass that
+      fails changes nothing;
     - len(), the number of tokens read; nbytes, their memory; layers, an entry for each layer;
-    - truncate() to the first tokens; to() and clone(), which copy it;
-    - snapshot(), which token is in which slot, for traces; table(), the same for people.
+    - truncate(), which keeps the first tokens; to() and clone(), which copy the cache;
+    - snapshot(), which says for traces what token is in each slot; table(), the same for people.
     """
 
     def __init__(self, layers: list[Tensor] | None = None,  # NEW
@@ -94,7 +94,7 @@ class KVCache:  # NEW
         """Add a layer's keys and values (B, H, T, D) of the tokens at positions pos (T,).
         Return all of its keys and values (B, H, S, D), and a mask (T, S) of the keys that each
         query sees; None if none is needed: all keys are new, or a single query sees them all.
-        Raises ValueError if the cache is of another batch size, geometry, device or dtype."""
+        Raises ValueError if the cache has another batch size, geometry, device or dtype."""
         kv, mask = torch.stack([k, v]), None  # NEW  (2, B, H, T, D)
         if len(self) == 0:  # NEW
             del self.layers[layer:]  # NEW  what a failed pass left
@@ -115,11 +115,11 @@ class KVCache:  # NEW
             raise ValueError(f"a cache for [B, H, D, dtype, device] {expected} got {given}")  # NEW
 
     def commit(self, pos: Tensor) -> None:  # NEW
-        """Count the tokens at positions pos (T,) as read: what was appended for them now exists."""
+        """Count the tokens at positions pos (T,) as read: what was appended for them now counts."""
         self.pos = torch.cat([self.pos, pos]) if len(self) else pos  # NEW
 
     def truncate(self, n: int) -> None:  # NEW
-        """Keep the first n tokens, free the rest's memory. Raises ValueError if there are fewer."""
+        """Keep the first n tokens and free the rest. Raises ValueError if there are fewer."""
         if not 0 <= n <= len(self):  # NEW
             raise ValueError(f"can't keep {n} tokens of {len(self)}")  # NEW
         layers = self.layers if n > 0 else []  # NEW  an empty cache serves any model
@@ -164,7 +164,7 @@ class KVCache:  # NEW
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention in two steps: between project() and forward() a cache fits."""
+    """Multi-head self-attention; a cache fits between its two steps, project() and forward()."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The part of a block that computes each token alone: widen, bend, narrow."""
+    """The part of a block that treats each token alone: widen, apply a nonlinearity, narrow."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -273,10 +273,11 @@ class GPT(nn.Module):
 
 
 def context_start(n_tokens: int, n_ctx: int) -> int:
-    """Index of the first of n_tokens still in the context: past n_ctx the oldest half is forgotten.
+    """Return the index of the first of n_tokens that is still in the context.
 
-    Keys were computed for the positions at which they were read, so the other half is read again,
-    from position 0. The index moves by half a context at a time: reading costs O(1) per token.
+    Past n_ctx the oldest half is forgotten. Keys belong to the positions at which they were read,
+    so the other half is read again, from position 0. Moving by half a context at a time keeps the
+    cost of this at O(1) per token.
     """
     if n_tokens <= n_ctx:
         return 0
@@ -310,11 +311,11 @@ def generate(model: nn.Module, ids: Tensor, max_new_tokens: int, *, temperature:
              top_k: int | None = None, stop_ids: Collection[int] = (),
              generator: torch.Generator | None = None,  # NEW
              cache: KVCache | None = None) -> Iterator[Tensor]:  # NEW
-    """Yield up to max_new_tokens tokens (B, 1) after ids (B, T), each as soon as it is known. What
-    the cache holds of ids isn't read again; the cache grows, and is emptied when the context is
-    full. A row that has produced one of stop_ids repeats it; when all have, generation ends.
-    Raises ValueError, at the first token, if ids is empty or not longer than the cache, or an
-    option is out of range, and at any token whose logits aren't finite."""
+    """Yield up to max_new_tokens tokens (B, 1) after ids (B, T), each as soon as it is known.
+    Tokens that the cache holds aren't read again; it grows, and is emptied when the context is
+    full. A row that has produced one of stop_ids repeats it; when all have, generation ends. Raises
+    ValueError, at the first token, if ids is empty or not longer than the cache, or an option is
+    out of range, and at any token whose logits aren't finite."""
     cache = model.new_cache() if cache is None else cache  # NEW
     cached_from = 0  # NEW  index in ids of the first cached token
     if ids.dim() == 2 and len(cache) > 0 and ids.size(1) <= len(cache):  # NEW

@@ -30,7 +30,7 @@ class LlamaConfig:  # LLAMA
     """Geometry of a Llama; the defaults are those of SmolLM2-135M.
 
     n_inner and head_dim follow from n_embd if they aren't given; dropout acts in train() only.
-    Raises ValueError if a number is out of range, or doesn't divide the one that it should.
+    Raises ValueError if a number is out of range, or n_embd can't be divided among the heads.
     """
 
     vocab_size: int = 49152  # LLAMA
@@ -81,8 +81,8 @@ def rotation(pos: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:  # ROPE
     or (B, 1, T, D) for positions (B, T).
 
     Pair i rotates by theta ** (-2i / D) radians a token. With rope_scaling, as in Llama 3.1 and
-    3.2, a pair that goes round at most `low` times in n_ctx tokens is slower by `factor`, one that
-    does so at least `high` times is as fast as ever, and those between are a mixture of both."""
+    3.2, a pair that goes round at most `low` times in n_ctx tokens is slowed down by `factor`; one
+    that does so at least `high` times keeps its speed, and those between get a mixture of both."""
     i = torch.arange(0, config.head_dim, 2, device=pos.device)  # ROPE  2i of each pair, (D / 2,)
     speed = config.rope_theta ** (-i / config.head_dim)  # ROPE  radians a token
     if config.rope_scaling is not None:  # ROPE
@@ -106,12 +106,12 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:  # ROPE
 class KVCache:  # NEW
     """Keys, values and positions of the tokens that a model has read; it grows with every token.
 
-    A model can serve any number of caches; a new text is a new cache. Every cache offers:
-    - to a pass, positions(), append() in each layer, and commit() at the end: a pass that fails
-      changes nothing;
+    A model can serve any number of caches; a new text gets a new cache. Every cache offers:
+    - for a pass, positions(), append() in each layer, and commit() at the end, so that a pass that
+      fails changes nothing;
     - len(), the number of tokens read; nbytes, their memory; layers, an entry for each layer;
-    - truncate() to the first tokens; to() and clone(), which copy it;
-    - snapshot(), which token is in which slot, for traces; table(), the same for people.
+    - truncate(), which keeps the first tokens; to() and clone(), which copy the cache;
+    - snapshot(), which says for traces what token is in each slot; table(), the same for people.
     """
 
     def __init__(self, layers: list[Tensor] | None = None,  # NEW
@@ -129,7 +129,7 @@ class KVCache:  # NEW
         """Add a layer's keys and values (B, H, T, D) of the tokens at positions pos (T,).
         Return all of its keys and values (B, H, S, D), and a mask (T, S) of the keys that each
         query sees; None if none is needed: all keys are new, or a single query sees them all.
-        Raises ValueError if the cache is of another batch size, geometry, device or dtype."""
+        Raises ValueError if the cache has another batch size, geometry, device or dtype."""
         kv, mask = torch.stack([k, v]), None  # NEW  (2, B, H, T, D)
         if len(self) == 0:  # NEW
             del self.layers[layer:]  # NEW  what a failed pass left
@@ -150,11 +150,11 @@ class KVCache:  # NEW
             raise ValueError(f"a cache for [B, H, D, dtype, device] {expected} got {given}")  # NEW
 
     def commit(self, pos: Tensor) -> None:  # NEW
-        """Count the tokens at positions pos (T,) as read: what was appended for them now exists."""
+        """Count the tokens at positions pos (T,) as read: what was appended for them now counts."""
         self.pos = torch.cat([self.pos, pos]) if len(self) else pos  # NEW
 
     def truncate(self, n: int) -> None:  # NEW
-        """Keep the first n tokens, free the rest's memory. Raises ValueError if there are fewer."""
+        """Keep the first n tokens and free the rest. Raises ValueError if there are fewer."""
         if not 0 <= n <= len(self):  # NEW
             raise ValueError(f"can't keep {n} tokens of {len(self)}")  # NEW
         layers = self.layers if n > 0 else []  # NEW  an empty cache serves any model
@@ -199,7 +199,7 @@ class KVCache:  # NEW
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention in two steps: between project() and forward() a cache fits."""
+    """Multi-head self-attention; a cache fits between its two steps, project() and forward()."""
 
     def __init__(self, config: LlamaConfig) -> None:  # LLAMA
         super().__init__()
@@ -226,7 +226,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The part of a block that computes each token alone: widen, bend, narrow."""
+    """The part of a block that treats each token alone: widen, apply a nonlinearity, narrow."""
 
     def __init__(self, config: LlamaConfig) -> None:  # LLAMA
         super().__init__()
@@ -261,9 +261,9 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):  # LLAMA
-    """A Llama by GPT-2's parameter names: c_attn holds the matrices of q, k and v side by side,
-    c_fc those of gate and up. Through a window of at most n_ctx tokens a text may be of any length:
-    set context to math.inf. Raises ValueError if heads can't be grouped, or rotated in pairs.
+    """A Llama with GPT-2's parameter names: c_attn holds the matrices of q, k and v side by side,
+    c_fc those of gate and up. With a window of at most n_ctx tokens a text may have any length: set
+    context to math.inf. Raises ValueError if heads can't be grouped, or rotated in pairs.
     """
     config_class, block_class = LlamaConfig, Block  # LLAMA
 
@@ -321,10 +321,11 @@ class Llama(nn.Module):  # LLAMA
 
 
 def context_start(n_tokens: int, n_ctx: int) -> int:
-    """Index of the first of n_tokens still in the context: past n_ctx the oldest half is forgotten.
+    """Return the index of the first of n_tokens that is still in the context.
 
-    Keys were computed for the positions at which they were read, so the other half is read again,
-    from position 0. The index moves by half a context at a time: reading costs O(1) per token.
+    Past n_ctx the oldest half is forgotten. Keys belong to the positions at which they were read,
+    so the other half is read again, from position 0. Moving by half a context at a time keeps the
+    cost of this at O(1) per token.
     """
     if n_tokens <= n_ctx:
         return 0
@@ -358,11 +359,11 @@ def generate(model: nn.Module, ids: Tensor, max_new_tokens: int, *, temperature:
              top_k: int | None = None, stop_ids: Collection[int] = (),
              generator: torch.Generator | None = None,  # NEW
              cache: KVCache | None = None) -> Iterator[Tensor]:  # NEW
-    """Yield up to max_new_tokens tokens (B, 1) after ids (B, T), each as soon as it is known. What
-    the cache holds of ids isn't read again; the cache grows, and is emptied when the context is
-    full. A row that has produced one of stop_ids repeats it; when all have, generation ends.
-    Raises ValueError, at the first token, if ids is empty or not longer than the cache, or an
-    option is out of range, and at any token whose logits aren't finite."""
+    """Yield up to max_new_tokens tokens (B, 1) after ids (B, T), each as soon as it is known.
+    Tokens that the cache holds aren't read again; it grows, and is emptied when the context is
+    full. A row that has produced one of stop_ids repeats it; when all have, generation ends. Raises
+    ValueError, at the first token, if ids is empty or not longer than the cache, or an option is
+    out of range, and at any token whose logits aren't finite."""
     cache = model.new_cache() if cache is None else cache  # NEW
     cached_from = 0  # NEW  index in ids of the first cached token
     if ids.dim() == 2 and len(cache) > 0 and ids.size(1) <= len(cache):  # NEW
