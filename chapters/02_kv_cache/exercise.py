@@ -16,7 +16,8 @@ class Cache:
 
     gpt_kv_cache.GPT calls, in every pass: `len(cache)` and `positions` at its beginning, `append` once in every layer,
     in order, and `commit` at its end. A pass that fails never gets to `commit`. It also looks at `len(cache.layers)`,
-    which must be the number of layers once something is cached. Written without gpt_kv_cache.KVCache.
+    which must be the number of layers once something is cached, whatever model a failed pass before it was of. Every
+    key and value is held once, and no other memory is, but for the positions. Written without gpt_kv_cache.KVCache.
     """
 
     def __init__(self) -> None:

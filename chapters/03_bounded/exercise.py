@@ -59,7 +59,7 @@ class Preallocated:
 
     def commit(self, pos: Tensor) -> None:
         """Count the tokens at positions pos (T,) as read."""
-        self.pos = torch.cat([self.pos, pos])
+        self.pos = torch.cat([self.pos.to(pos.device), pos])
 
 
 def seen(k_pos: Tensor, pos: Tensor, window: int, sinks: int = 0) -> Tensor:

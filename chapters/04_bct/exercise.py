@@ -1,7 +1,8 @@
 """Chapter 4: one equation for the KV cache, the ring and BCT.
 
 One head, no batch. T tokens, M memory slots, D head size. A token is a row [k, v, 1] of 2D + 1 numbers: its key, its
-value, and a 1 that counts it. Slots (M, 2D + 1) hold weighted sums of such rows: keys, values and mass.
+value, and a 1 that counts it. Slots (M, 2D + 1) hold weighted sums of such rows: keys, values and mass. All numbers are
+floating-point: what a function returns has the dtype of its arguments, and if it has none, PyTorch's default dtype.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def parallel(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
     and no tensor of T x M x D numbers (the slots after every token).
 
     Weights may be 0, and slots of mass 0 don't count, as in read(). After every token at least one
-    slot has mass.
+    slot has mass. Gradients are finite, also those of slots of mass 0, and are those of recurrent().
     """
     raise NotImplementedError("exercise 4.3")
 

@@ -6,6 +6,7 @@ B batch, L layers, H heads, D head size, S tokens of a cache, k tokens stored, T
 from __future__ import annotations
 
 import os
+import uuid
 import warnings
 import zlib
 from collections.abc import Sequence
@@ -37,8 +38,8 @@ def answer(
     """Return the n (at least 1) greedy tokens after ids, as a cold run would write them.
 
     store holds caches by the tokens that they were computed from. No token of the longest reusable prefix is read
-    again. Afterwards the tokens read in this run (the prompt and all new tokens but the last) are stored too, and the
-    older entries are unchanged. All of it fits in the context.
+    again. Afterwards the tokens read in this run (the prompt and all new tokens but the last) are stored too. The older
+    entries are unchanged, and none is replaced, not even by an equal one. All of it fits in the context.
     """
     raise NotImplementedError("exercise 5.2")
 
@@ -60,11 +61,11 @@ def break_even(read: float, fixed: float, token_bytes: int, bandwidth: float) ->
 
 
 def save(file: Path, model: GPT, ids: Sequence[int], cache: KVCache) -> None:
-    """Write the cache of ids (one row, as many tokens as ids) as a safetensors file that load() can trust.
+    """Write the cache of ids (one row, as many tokens as ids, at least one) as a safetensors file for load() to trust.
 
     A reader at any time finds the old file or the new one, never half of one: write it beside its place, then move it
-    there by os.replace. No other file is left, not even if that fails. What a failed pass has left in the cache, past
-    its len(cache) tokens, isn't saved.
+    there by os.replace. No other file is left, not even if that fails. Several may save under the same name at the same
+    time: the last to finish stays. What a failed pass has left in the cache, past its len(cache) tokens, isn't saved.
 
     Ready to use: fingerprint(model), a text that changes with any weight, the geometry and the dtype; and
     zlib.crc32(raw_bytes(x)), a checksum of a tensor's bytes (not of its shape or dtype). Metadata are texts.
@@ -73,7 +74,8 @@ def save(file: Path, model: GPT, ids: Sequence[int], cache: KVCache) -> None:
 
 
 def load(file: Path, model: GPT, ids: Sequence[int]) -> KVCache:
-    """Return a cache (one row) of the longest beginning of ids that the file holds, but not of all of ids.
+    """Return a cache (one row) of the longest beginning of ids that the file holds, but not of all of ids. It takes no
+    more memory than its tokens need: a slice of a tensor keeps all of the tensor.
 
     The cache is empty if there is no file, or if the file's first token is another one. It is empty, with a warning
     (warnings.warn), if the file is of another model or isn't exactly what save() wrote: damaged, cut off, of another

@@ -19,24 +19,27 @@ MOST_LOST = 0.01  # of the answers that are right
 
 def kl(p: Tensor, q: Tensor) -> Tensor:
     """Return KL(p || q) in nats between the distributions that two sets of logits (..., V) stand for: the cost of
-    taking q for p. It is finite for all finite logits, in any number format, 0 for equal ones, and never
-    negative, though rounding alone would make it so."""
+    taking q for p. It is finite for all finite logits in float32 and shorter formats, 0 for equal ones, and never
+    negative, though rounding alone would make it so. p and q aren't changed."""
     raise NotImplementedError("exercise 6.1")
 
 
 def one_summary_token(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return one key and one value a head (H, D) that stand for keys and values k and v (H, n, D), as far as the query
     q (H, D) can tell: whatever other keys and values are beside them, q reads of the summary token and the others what
-    it reads of all n and the others. Scores are q k / sqrt(D), as in GPT-2. Any such key is right. Scores may be large:
-    float32 overflows at exp(89)."""
+    it reads of all n and the others. Scores are q k / sqrt(D), as in GPT-2. Any such key is right.
+
+    Scores may be large: float32 overflows at exp(89). Queries may be small, but not 0. All tensors have one dtype,
+    float32 or float64; what is returned has it too, and is as exact."""
     raise NotImplementedError("exercise 6.2")
 
 
 def ridge(x: Tensor, y: Tensor, penalty: float) -> Tensor:
     """Return the w (F, O), in float64, with the least |x w - y|^2 + penalty |w|^2, for x (N, F) and y (N, O).
 
-    Computed in float64 whatever x and y are. Where there are fewer examples than features, no F x F matrix is made:
-    then w = x^T a, and N equations are to be solved for a. Without importing projector.
+    Computed in float64 whatever x and y are, and on their device. Where there are fewer examples than features, no
+    F x F matrix is made: then w = x^T a, and N equations are to be solved for a. Where there are more, no N x N matrix
+    is made. Without importing projector.
     """
     raise NotImplementedError("exercise 6.3")
 
@@ -46,8 +49,8 @@ def folds(families: Sequence[str], n: int, seed: int = 0) -> list[tuple[list[int
 
     A family is never on both sides; every prompt is tested in one of the pairs, and fitted on in all others; the
     numbers of families that are tested differ by one at most. Which family goes where is drawn by the seed, and is the
-    same in every process (the order of a set of texts isn't). Raises ValueError, with both numbers, if there are fewer
-    families than n.
+    same in every process (the order of a set of texts isn't). No generator that others use is changed. Raises
+    ValueError, with both numbers, if there are fewer families than n.
     """
     raise NotImplementedError("exercise 6.4")
 
@@ -59,7 +62,7 @@ def interval(
 
     A draw is as many families as there are, some of them several times, with all their values; its result is the mean
     of these values. The interval is from the 2.5% to the 97.5% quantile of the results of `draws` draws. The seed
-    decides what is drawn: equal arguments give equal results.
+    decides what is drawn: equal arguments give equal results, and no generator that others use is changed.
     """
     raise NotImplementedError("exercise 6.5")
 

@@ -46,7 +46,8 @@ def teacher_reads(prompt: int, new: int, every: int, keeps: bool) -> int:
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """Return the entropy in bits (...), in float32, of the distributions given by logits (..., V) of any dtype."""
+    """Return the entropy in bits (...), in float32, of the distributions given by logits (..., V) of any dtype. A logit
+    may be -inf: of a token that is ruled out."""
     raise NotImplementedError("exercise 7.3")
 
 
@@ -90,6 +91,7 @@ def misplaced(write: Callable[..., Iterator[Tensor]], prompt: int, n: int, every
     raise NotImplementedError("exercise 7.4")
 
 
+@torch.no_grad()
 def generate(
     teacher: Callable[..., Tensor],
     student: Callable[..., Tensor],
@@ -121,6 +123,7 @@ def verify(
 ) -> list[int]:
     """Return the tokens that a draft adds to a text, so that it stays the teacher's greedy text: the drafted tokens
     before the first that the teacher would not have written, then one token of the teacher's. The draft may be empty.
+    text and draft themselves stay as they are.
 
     teacher(ids, cache) reads ids (1, T) after the cached tokens, and returns the logits (1, T, V) after each of them.
     Call it once, on its own cache, `read`, with the tokens of the text that `read` lacks (at least one), then the
@@ -138,7 +141,8 @@ def accepted(p: Tensor, q: Tensor, draft: list[int], u: list[float]) -> tuple[in
     p (k + 1, V): the teacher's distributions of each drafted token and of the token after the draft. q (k, V): the
     distributions that the draft was drawn from. u: for each drafted token a uniform random number, 0 <= u < 1; the
     token stays if it is small enough. For any q, the tokens must be distributed as p, and as many drafted tokens as
-    possible must stay. A token of probability 0 in p never stays.
+    possible must stay. A token of probability 0 in p never stays. If p is q but for rounding, what is lacking may be 0
+    everywhere: then any of the two serves, and 0 / 0 doesn't. p and q stay as they are.
     Source: Leviathan, Kalman and Matias 2023, "Fast Inference from Transformers via Speculative Decoding", algorithm 1.
     """
     raise NotImplementedError("exercise 7.7")

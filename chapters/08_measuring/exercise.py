@@ -80,7 +80,7 @@ def interval(
 
 def one_by_one(x: Tensor) -> Tensor:
     """Return the sum () of x (N,), N at least 1, by adding the numbers one after the other, from the first on. Every
-    partial sum is rounded to the dtype of x. (x.sum() does neither.)
+    partial sum is rounded to the dtype of x. (x.sum() does neither.) The sum has memory of its own: x[0] is a view.
     """
     raise NotImplementedError("exercise 8.5")
 
@@ -88,6 +88,7 @@ def one_by_one(x: Tensor) -> Tensor:
 def pairwise(x: Tensor) -> Tensor:
     """Return the sum () of x (N,), N at least 1, by adding neighbours in pairs, then these sums in pairs, until one is
     left. Every sum is rounded to the dtype of x. A last number without a neighbour goes to the next round as it is.
+    The sum has memory of its own.
     """
     raise NotImplementedError("exercise 8.5")
 
@@ -138,13 +139,15 @@ class Int8Cache:
         self, layer: int, k: Tensor, v: Tensor, pos: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize and keep a layer's new keys and values (B, H, T, D). Return all that are kept (B, H, S, D), back in
-        the dtype of k, and the mask (T, S). Nothing that a failed pass left may count."""
+        the dtype of k, and the mask (T, S), all on the device of k and pos. Nothing that a failed pass left may count,
+        not even if the next pass is of a model with fewer layers."""
         raise NotImplementedError("exercise 8.6")
 
     def commit(self, pos: Tensor) -> None:
-        self.pos = torch.cat([self.pos, pos])
+        self.pos = torch.cat([self.pos.to(pos.device), pos])
 
 
+@torch.no_grad()
 def int8_error(model: GPT, ids: Tensor) -> float:
     """Return the error that an Int8Cache makes in the logits of ids (B, T): the largest difference from the logits of
     an uncached pass, divided by the largest magnitude among these."""

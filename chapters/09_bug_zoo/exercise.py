@@ -63,7 +63,7 @@ def interrupted(model: nn.Module, layer: int) -> Iterator[None]:
 
 def suspects() -> dict[str, str]:
     """Return {"A": name, ... "F": name}: for each report, the function of gpt_kv_cache.py that has the bug, named like
-    "generate" or "Block.forward".
+    "generate" or "Block.forward". Where a name is another one's second, as in `clone = to`, name the `def`.
 
     Six users have six versions of gpt_kv_cache.py, each with a bug in one line. They report:
 
@@ -130,7 +130,8 @@ def check_generate(module: ModuleType) -> None:
     - The first pass reads the prompt, except for the tokens that a given cache holds. Each later pass reads one token.
       When the context is full, one pass reads the rest of the text, from context_start() on, and later passes read one
       token each again.
-    - A given cache is the one used: at the end it holds all tokens in the context but the last. A cache with as many
-      tokens as ids, or more, raises ValueError and doesn't change.
+    - A given cache is the one used: at the end it holds all tokens in the context but the last, with their keys and
+      values, so that a pass can go on from it. A cache with as many tokens as ids, or more, raises ValueError and
+      doesn't change.
     """
     raise NotImplementedError("exercise 9.5")

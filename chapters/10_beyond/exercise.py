@@ -147,11 +147,11 @@ class PagedCache:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return all keys and values (1, H, S, D) of a layer, gathered from their blocks, and the mask (T, S)."""
         self.pending[layer:] = [torch.stack([k[0], v[0]])]
-        slots = torch.tensor(self.tables.slots(self.text), dtype=torch.long)
+        slots = torch.tensor(self.tables.slots(self.text), dtype=torch.long, device=k.device)
         kv = torch.cat(
             [self.layers[layer][:, :, slots], self.pending[layer]], dim=2
         )  # (2, H, S, D)
-        return kv[:1], kv[1:], torch.arange(kv.size(2)) <= pos[:, None]
+        return kv[:1], kv[1:], torch.arange(kv.size(2), device=pos.device) <= pos[:, None]
 
     def commit(self, pos: Tensor) -> None:
         """Write the tokens at positions pos (T,) to their slots. Raises MemoryError if the pool is full."""
@@ -177,7 +177,7 @@ def hit_rate(requests: Sequence[Sequence[int]], capacity: int) -> float:
     A request is a list of block ids. An id stands for a block and everything before it: texts with equal beginnings
     have equal first ids. The requests come one after the other.
 
-    - Of each request, the blocks before the first one that isn't in the cache are found.
+    - Of each request, which stays as it is, the blocks before the first one that isn't in the cache are found.
     - Then all of its blocks are put in the cache, and count as used now.
     - Then the blocks used longest ago are evicted until the rest fits. Of blocks used at the same time, the last of the
       request goes first: the end of a text is of no use without its beginning.
@@ -192,14 +192,14 @@ def send(stream: BinaryIO, model: GPT, ids: Sequence[int]) -> None:
     The keys and values of a layer are in the stream before the next layer is computed, so that sending and computing
     overlap. All else in the stream takes at most 4,000 bytes, and 16 more per token of the prompt. The format is yours:
     receive() reads it. bytes_of makes bytes of tensors, tensors_of tensors of bytes (both of safetensors). No pickle.
-    The model, of any dtype, stays as it was, even if a write fails: no hooks are left on it.
+    The model, of any dtype and on any device, stays as it was, even if a write fails: no hooks are left on it.
     """
     raise NotImplementedError("exercise 10.6")
 
 
 def receive(stream: BinaryIO, model: GPT) -> tuple[list[int], KVCache]:
-    """Return the text and the cache of the prompt, ready for gpt_kv_cache.generate. The text is the prompt, then the
-    sender's likeliest next token.
+    """Return the text and the cache of the prompt, ready for gpt_kv_cache.generate, where the model is. The text is the
+    prompt, then the sender's likeliest next token.
 
     Raises ValueError if the sender's model is another one, even of the same geometry, before any keys or values are
     read: compare fingerprint(model). Raises ValueError, too, if the stream ends too early.

@@ -22,7 +22,7 @@ def rotate(x: Tensor, pos: Tensor, speed: Tensor) -> Tensor:
 
     Numbers i and D / 2 + i of a head are a pair (a, b). Rotated by an angle t it is (a cos t - b sin t, b cos t + a
     sin t). speed (D / 2,): radians a token, of each pair. Angles are float32 whatever x is: in bfloat16 position 257 is
-    256."""
+    256. In float64, x keeps all of its digits."""
     raise NotImplementedError("exercise 11.1")
 
 
