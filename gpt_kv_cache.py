@@ -311,11 +311,11 @@ def generate(model: nn.Module, ids: Tensor, max_new_tokens: int, *, temperature:
              top_k: int | None = None, stop_ids: Collection[int] = (),
              generator: torch.Generator | None = None,  # NEW
              cache: KVCache | None = None) -> Iterator[Tensor]:  # NEW
-    """Yield up to max_new_tokens tokens (B, 1) after ids (B, T), each as soon as it is known.
-    Tokens that the cache holds aren't read again; it grows, and is emptied when the context is
-    full. A row that has produced one of stop_ids repeats it; when all have, generation ends. Raises
-    ValueError, at the first token, if ids is empty or not longer than the cache, or an option is
-    out of range, and at any token whose logits aren't finite."""
+    """Yield up to max_new_tokens tokens (B, 1) after ids (B, T), each as soon as it is known. What
+    the cache holds of ids isn't read again; the cache grows, and is emptied when the context is
+    full. A row that has produced one of stop_ids repeats it; when all have, generation ends.
+    Raises ValueError, at the first token, if ids is empty or not longer than the cache, or an
+    option is out of range, and at any token whose logits aren't finite."""
     cache = model.new_cache() if cache is None else cache  # NEW
     cached_from = 0  # NEW  index in ids of the first cached token
     if ids.dim() == 2 and len(cache) > 0 and ids.size(1) <= len(cache):  # NEW
