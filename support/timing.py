@@ -52,5 +52,5 @@ def run_in_turns(
     for turn in range(turns):
         for name in order:
             results[name].append(runs[name](turn))
-        order.append(order.pop(0))
+        order = order[1:] + order[:1]
     return results

@@ -197,6 +197,7 @@ def test_ways_take_turns_after_one_that_warms_up() -> None:
     calls: list[tuple[str, int]] = []
     runs = {name: lambda turn, name=name: calls.append((name, turn)) or len(calls) for name in "ab"}
     assert run_in_turns(runs, 2) == {"a": [3, 6], "b": [4, 5]}
+    assert run_in_turns({}, 2) == {}  # a study of which all is recorded
     assert calls == [("a", 0), ("b", 0), ("a", 0), ("b", 0), ("b", 1), ("a", 1)]
 
 
