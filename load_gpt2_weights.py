@@ -403,7 +403,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         except SafetensorError as error:
             raise ValueError(f"{damaged} safetensors file") from error
     try:  # weights_only, since a pickle could run code
-        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipped)
+        with warnings.catch_warnings(action="ignore"):  # of a file that is refused below
+            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipped)
     except Exception as error:  # a damaged file makes it raise ten kinds of them
         raise ValueError(f"{damaged} PyTorch file of plain tensors") from error
     if not isinstance(tensors, dict):

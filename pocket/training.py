@@ -2,6 +2,7 @@
 
 import os
 import time
+import warnings
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -122,7 +123,8 @@ def read_state(path: Path) -> dict[str, Any]:
     there."""
     regular_file(path)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # of a file that is refused below
+            state = torch.load(path, map_location="cpu", weights_only=True)
         return {name: state[name] for name in ("recipe", "losses", "model", "optimizer")}
     except Exception as error:  # what torch.load raises on a damaged file is of ten kinds
         raise ValueError(

@@ -371,6 +371,17 @@ def test_damaged_weights(tmp_path: Path, filename: str, damage: Callable) -> Non
     assert_refused(folder, str(path), "cut off, a Git LFS pointer")
 
 
+def test_a_program_for_weights_is_one_sentence(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    folder, path = write(tmp_path, random_tensors()), tmp_path / "pytorch_model.bin"
+    (tmp_path / "model.safetensors").unlink(missing_ok=True)
+    torch.jit.script(torch.nn.Linear(2, 2)).save(path)
+    recwarn.clear()  # what PyTorch says of scripting
+    assert_refused(folder, str(path), "not a PyTorch file of plain tensors")
+    assert not recwarn.list
+
+
 def test_missing_files(tmp_path: Path) -> None:
     assert_refused(str(tmp_path), "no config.json", error=FileNotFoundError)
     folder = write(tmp_path, None)
