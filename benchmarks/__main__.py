@@ -34,8 +34,8 @@ from support.conditions import SIZES, conditions, random_model
 from support.files import read_json, write_json
 
 DECODED_TOKENS = 16  # tokens after each prompt
-LENGTHS = (128, 512, 1000)  # of prompts
-BATCH_SIZE = 8  # at once, for one more figure of the shortest prompts
+LENGTHS = (128, 512, 1000)  # tokens of prompts
+BATCH_SIZE = 8  # texts at once, for one more figure of the shortest prompts
 LLAMA_GEOMETRY = "SmolLM2-135M"  # the geometry of a Llama
 NARROW_HEAD_DIM = 8  # head size of the model whose steps are nearly all overhead; its vocabulary is as small as its context
 
@@ -71,8 +71,9 @@ def describe_run(args: argparse.Namespace, folder: Path) -> Figures:
 
 
 def add_overheads(args: argparse.Namespace, record: Figures) -> None:
-    """Add, to each contender's row, the milliseconds of a step that aren't arithmetic: those of a model with as many
-    layers and heads, but so narrow that there is hardly anything to compute."""
+    """Add, to each contender's row, the milliseconds of a step that aren't arithmetic: the time of
+    a model with as many layers and heads, but so narrow that there is hardly anything to
+    compute."""
     heads = record["heads"]
     narrow_config = GPTConfig(64, 128, record["layers"], heads, NARROW_HEAD_DIM * heads)
     with exported(GPT(narrow_config)) as folder:
@@ -87,7 +88,8 @@ def add_overheads(args: argparse.Namespace, record: Figures) -> None:
 
 @torch.no_grad()
 def profile_first_token(folder: Path, T: int, device: str) -> dict[str, float]:
-    """Return the shares of the time to the first token of T by PyTorch's profiler, the largest first."""
+    """Return each kind of operation's share of the time to the first token after T tokens, by
+    PyTorch's profiler, the largest first."""
     kind_of_operation = {
         "aten::addmm": "products with weights",
         "aten::mm": "products with weights",
@@ -103,7 +105,7 @@ def profile_first_token(folder: Path, T: int, device: str) -> dict[str, float]:
     time_by_kind = Counter()
     time_attribute = f"self_{'device' if device == 'cuda' else 'cpu'}_time_total"
     for event in profile.key_averages():
-        if event.key.startswith("aten::"):  # what a GPU's kernels take is theirs
+        if event.key.startswith("aten::"):  # their time includes that of a GPU's kernels
             kind = kind_of_operation.get(event.key, "all else")
             if "attention" in event.key:
                 kind = "attention"
@@ -121,9 +123,10 @@ def measure_record(
     names: Sequence[str],
     batch_sizes: Sequence[int] = (),
 ) -> Figures:
-    """Measure contenders after one text of each length, and after so many texts of the shortest; return the record.
-    One that fails is left out, and said in "absent". Raises ValueError if our own file fails, or what measures the
-    floors, or if the context doesn't hold the longest prompt and what follows it."""
+    """Measure contenders after one text of each length, and after each batch of texts of the
+    shortest length; return the record. A contender that fails is left out, and "absent" says why.
+    Raises ValueError if our own file or the measurement of the floors fails, or if the longest
+    prompt and its new tokens exceed the context."""
     geometry = run_conditions["geometry"]
     lengths = sorted({*args.lengths})
     longest_prompt, n_ctx = lengths[-1], geometry["n_ctx"]
@@ -144,8 +147,9 @@ def measure_record(
 
 
 def compare(args: argparse.Namespace, folder: Path) -> None:
-    """Measure all implementations, or those asked for: a table, figures and summary.json, or of a Llama llama.json; of
-    a GPT-2 also what larger models would take by these figures."""
+    """Measure all implementations, or those asked for; print a table, draw figures, and write
+    summary.json, or llama.json for a Llama. For a GPT-2, also predict from these figures what
+    larger models would take."""
     run_conditions = describe_run(args, folder)
     is_llama = "rope_theta" in run_conditions["geometry"]
     contenders = LLAMAS if is_llama else CONTENDERS
@@ -175,7 +179,7 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
 
 
 def ablate(args: argparse.Namespace, folder: Path) -> None:
-    """Measure our own choices one by one: a table and ablation.json."""
+    """Measure our own choices one by one; print a table and write ablation.json."""
     record = measure_record(args, folder, describe_run(args, folder), [BASE, *WITHOUT])
     lengths = record["lengths"]
     first_token_shares = profile_first_token(folder, lengths[-1], args.on)
@@ -188,8 +192,8 @@ def ablate(args: argparse.Namespace, folder: Path) -> None:
 
 
 def serve(args: argparse.Namespace, folder: Path) -> None:
-    """Measure requests of different lengths at once: tables and requests.json, which keeps what it has of other numbers
-    of requests."""
+    """Measure requests of different lengths at once; print tables and write requests.json, which
+    keeps its records of other numbers of requests."""
     record_path = args.out / "requests.json"
     recorded_counts = read_json(record_path, counts=dict)["counts"] if record_path.exists() else {}
     run_conditions = describe_run(args, folder)
@@ -218,7 +222,7 @@ def main(argv: list[str] | None = None) -> None:
         nargs="+",
         choices=names,
         metavar="NAME",
-        help=f"of {'; '.join(names)}; default: all",
+        help=f"measure only these of {'; '.join(names)}; default: all",
     )
     cli.add_argument(
         "--peer-path",
@@ -233,14 +237,14 @@ def main(argv: list[str] | None = None) -> None:
         type=whole_number(2),
         default=LENGTHS,
         metavar="N",
-        help="tokens of prompts",
+        help="lengths of prompts in tokens",
     )
     cli.add_argument(
         "--turns",
         type=whole_number(1),
         default=5,
         metavar="N",
-        help="a figure is the median of N",
+        help="a figure is the median of N turns",
     )
     cli.add_argument(
         "--threads", type=whole_number(1, 1024), default=1, metavar="N", help="CPU threads"

@@ -24,12 +24,13 @@ BASE, PAGED = "gpt_kv_cache.py, one at a time", "paged.py"
 REQUEST_COUNTS = (1, 4, 16, 64)
 BLOCK_TOKENS, CHUNK_TOKENS = 16, 256  # tokens of a block, and of a prompt's pass
 Prompts, TokenLimits = list[list[int]], list[int]  # ids of each prompt, tokens to write after each
-Served = tuple[list[list[int]], int | None, int | None]  # texts, the most bytes held, those wasted
+Served = tuple[list[list[int]], int | None, int | None]  # texts, most bytes held, of these wasted
 
 
 def draw_requests(count: int, vocab_size: int, n_ctx: int) -> tuple[Prompts, TokenLimits]:
-    """Return the first of a fixed list of requests: prompts of a 32nd to half of the context, a 32nd to an eighth of it
-    to write, both drawn evenly on a logarithmic scale."""
+    """Return the first `count` of a fixed list of requests. Prompts take a 32nd to half of the
+    context, and a 32nd to an eighth of it is written after them; both lengths are uniform on a
+    logarithmic scale."""
     generator = random.Random(0)
     prompts, limits = [], []
     for _ in range(count):
@@ -53,7 +54,7 @@ def serve_in_blocks(model: GPT, prompts: Prompts, limits: TokenLimits) -> Served
 
 
 def serve_padded(model: Any, prompts: Prompts, limits: TokenLimits) -> Served:
-    """Decode all texts as one batch of transformers, in which each is as long as the longest."""
+    """Decode all texts as one batch of transformers, padded to the length of the longest."""
     n_new = max(limits)
     batch, lengths = pad_prompts(prompts)
     width = batch.size(1)
@@ -74,7 +75,8 @@ def serve_padded(model: Any, prompts: Prompts, limits: TokenLimits) -> Served:
 
 
 def serve_continuously(model: Any, prompts: Prompts, limits: TokenLimits) -> Served:
-    """Decode all texts by transformers' continuous batching, which doesn't say what it holds."""
+    """Decode all texts by transformers' continuous batching, which doesn't report the memory it
+    holds."""
     import transformers
 
     blocks = sum(
@@ -138,10 +140,12 @@ def measure_contender(
 def measure_requests(
     turns: int, threads: int, setup: Setup, geometry: dict[str, int], counts: Sequence[int]
 ) -> Figures:
-    """Return the record of each number of requests: the medians over turns of every contender, and the bound: a
-    prompt's products, then all weights once for each further token of the text that is written longest.
+    """Return the record of each number of requests: every contender's medians over turns, and the
+    bound. The bound is the time of the prompts' matrix products, and of reading all weights once
+    for each further token of the longest answer.
 
-    One that fails is left out, and said in "failed". Raises ValueError if BASE fails, or PAGED.
+    A contender that fails is left out, and "failed" says why. Raises ValueError if BASE or PAGED
+    fails.
     """
     vocab_size, n_ctx = geometry["vocab_size"], geometry["n_ctx"]
     requests = {count: draw_requests(count, vocab_size, n_ctx) for count in counts}
@@ -174,7 +178,8 @@ def measure_requests(
 
 
 def figures_of_turns(turns: list[Figures], base_turns: list[Figures], tokens: int) -> Figures:
-    """Return the figures of a contender that wrote so many tokens in each turn; base_turns: those of BASE."""
+    """Return the figures of a contender that wrote `tokens` tokens in each turn; base_turns:
+    BASE's."""
     seconds = [turn["seconds"] for turn in turns]
     pairs = [*zip(base_turns, turns, strict=True)]
     return {
@@ -202,6 +207,7 @@ def requests_table(record: Figures) -> Table:
 
 
 def requests_report(counts: dict[str, Figures], markdown: bool = False) -> str:
-    """Return a table for each number of requests, after what it was measured on if that is new."""
+    """Return a table for each number of requests, after the conditions of its measurement unless
+    they are those of the table before."""
     records = sorted(counts.items(), key=lambda item: int(item[0]))
     return render_words("requests", records, requests_table, markdown=markdown)

@@ -14,7 +14,8 @@ UNCACHED_TOKENS = 3  # tokens that a contender without a cache writes after a pr
 
 
 def time_in_ms(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the milliseconds of a call, and what it returned. A GPU has only queued the work when the call returns."""
+    """Return the milliseconds of a call, and what it returned. A GPU is waited for, since the call
+    only queues its work."""
     started = time.perf_counter()
     result = call()
     if torch.cuda.is_initialized():
@@ -23,8 +24,9 @@ def time_in_ms(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def time_contender(runner: Any, ids: Tensor, n_decoded: int) -> Figures:
-    """Return the milliseconds to the first token and of each further one, the share of all of them in which this
-    process had no processor (if it has one thread), the tokens and the bytes of the cache."""
+    """Return the milliseconds to the first token and of each further one, the share of this time in
+    which the process had no processor (if it has one thread), the tokens, and the bytes of the
+    cache."""
     tokens = runner.start(ids)
     cpu_started = time.process_time()
     milliseconds, written = [], []
@@ -43,8 +45,8 @@ def time_contender(runner: Any, ids: Tensor, n_decoded: int) -> Figures:
 
 
 def measure_floors(device: str, geometry: Figures, token_counts: list[int]) -> Figures:
-    """Return this machine's limits in float32: bytes read per millisecond, and milliseconds of nothing but the
-    matrix products of a prefill, by the number of tokens in all texts."""
+    """Return this machine's limits in float32: bytes read per millisecond, and the milliseconds
+    that the matrix products of a prefill take alone, by the number of tokens in all texts."""
     matrix = torch.rand(8192, 16384, device=device)  # 512 MiB
     vector = torch.rand(1, 8192, device=device)
     calls = (

@@ -18,7 +18,7 @@ ROOT = HERE.parent
 
 
 def newest_record(pattern: str) -> Figures:
-    """Return the newest record of the files that a pattern fits."""
+    """Return the newest record among the files that match a pattern."""
     return read_json(sorted((HERE / "results").glob(pattern))[-1])
 
 
@@ -31,7 +31,7 @@ def both_processors() -> dict[str, Figures]:
 
 
 def processors_table() -> str:
-    """The headline figures on two processors, side by side."""
+    """Return the headline figures on two processors, side by side."""
     records = both_processors()
     header = [""]
     rows = {name: [name] for name in records["AMD"]["rows"]}
@@ -47,17 +47,18 @@ def processors_table() -> str:
 
 
 def difference_text() -> str:
-    """What the processors differ in, by the first token of 1,000 and decoding in int8."""
+    """Return how the processors differ in the first token after 1,000 and in decoding with int8."""
     return render_words("difference", both_processors(), BASE, "CTranslate2")
 
 
 def conditions_and_table(record: Figures) -> str:
-    """The conditions of a record, and its table."""
+    """Return the conditions of a record, and its table."""
     return render_words("beside", record, decoding_table(record), markdown=True)
 
 
 def standing_tables() -> str:
-    """The tables of the newest records of one and two threads: all implementations, and our choices one by one."""
+    """Return the tables of the newest records with one and two threads: all implementations, and
+    our choices one by one."""
     one_thread = newest_record("*-1-thread/summary.json")
     two_threads = newest_record("*-2-threads/summary.json")
     ablation = newest_record("*-1-thread/ablation.json")
@@ -72,7 +73,7 @@ def standing_tables() -> str:
 
 
 def demo_output() -> str:
-    """The output of the README's first command; of the text that it writes, the beginning."""
+    """Return the output of the README's first command; the text that it writes is cut short."""
     command = [sys.executable, "gpt_kv_cache.py", "--compare"]
     process = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     text, mark, measured = process.stdout.rstrip().partition("\n[prefill")
@@ -80,11 +81,11 @@ def demo_output() -> str:
     return f"```text\n$ python3 gpt_kv_cache.py --compare\n{beginning}\n{mark}{measured}\n```"
 
 
-NAMES = {  # that the pages' templates may call
+NAMES = {  # what the pages' templates may call
     "conditions": lambda: render_words("both", both_processors().values()),
     "demo": demo_output,
     "difference": difference_text,
-    "figure": None,  # by studies/pages.py, as the next one
+    "figure": None,  # filled in by studies/pages.py, as the next one is
     "format": None,
     "fleet": lambda: table(*scale.fleet_table()[:2], markdown=True),
     "llama": lambda: conditions_and_table(newest_record("*/llama.json")),

@@ -13,11 +13,10 @@ from tqdm import tqdm
 def run_in_processes(
     jobs: dict[str, tuple[Any, ...]], turns: int, threads: int, needed: Sequence[str]
 ) -> tuple[dict[str, list[Any]], dict[str, str]]:
-    """Run each job, a function of a module and its arguments, once in every turn, in an order that rotates; return by
-    name what it returned in each turn.
+    """Run each job, a function of a module and its arguments, once in every turn, in an order that
+    rotates. Return, by name, its results of all turns, and why jobs failed.
 
-    A job that fails is left out from there on; why is the second of what is returned. Raises ValueError if the job is
-    one of those needed.
+    A job that fails is left out from then on. Raises ValueError if it is one of those needed.
     """
     results, failures, names = {name: [] for name in jobs}, {}, [*jobs]
     for turn in tqdm(range(turns), desc="turns", leave=False):
@@ -37,7 +36,8 @@ def run_in_processes(
 
 
 def in_own_process(threads: int, call: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a call returns in a new process of so many threads. Raises whatever it raises."""
+    """Return what a call returns in a new process with `threads` threads. Raises whatever it
+    raises."""
     os.environ["OMP_NUM_THREADS"] = str(threads)  # read when its libraries start
     context = get_context("spawn")
     with ProcessPoolExecutor(1, context, initializer=start_worker, initargs=(threads,)) as process:
@@ -45,7 +45,7 @@ def in_own_process(threads: int, call: Callable[..., Any], *arguments: Any) -> A
 
 
 def start_worker(threads: int) -> None:
-    """Be such a process: nothing that an implementation prints is shown."""
+    """Prepare such a process: set its threads, and hide what an implementation prints."""
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
     null_device = os.open(os.devnull, os.O_WRONLY)

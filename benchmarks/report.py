@@ -16,9 +16,10 @@ BUSY = 0.10
 
 
 def summarize(turns_by_name: Figures, weights: int, threads: int) -> Figures:
-    """Return the figures of what was found in each turn, with weights of so many bytes: medians over turns, ratios turn
-    by turn, shares of the floors, who wrote other tokens, and what disturbed them (of waiting, the share of the time that
-    a process of one thread didn't compute)."""
+    """Return the figures of a run from the results of its turns: medians over turns, ratios turn by
+    turn, shares of the floors, the contenders that wrote other tokens, and whether the run was
+    disturbed. weights: their bytes. "waited" is the share of the time in which a process of one
+    thread had no processor."""
     floor_turns = turns_by_name.pop("floor")
     bandwidths = [turn["bytes_per_ms"] for turn in floor_turns]
     roofline = weights / median(bandwidths)
@@ -50,7 +51,7 @@ def summarize(turns_by_name: Figures, weights: int, threads: int) -> Figures:
 
 
 def figures_of_turns(turns: Sequence[Figures], base_turns: Sequence[Figures]) -> Figures:
-    """Return what a contender's turns in a cell come to, and their ratios to those of another."""
+    """Return a contender's medians over its turns in a cell, and ratios to another's turns."""
     steps = [median(turn["steps_ms"]) for turn in turns]
     ratios = [
         median(base_turn["steps_ms"]) / step
@@ -82,7 +83,7 @@ def writes_same_tokens(turn: Figures, base_turn: Figures) -> bool:
 
 
 def is_disturbed(record: Figures) -> bool:
-    """Return whether the machine was too busy for figures that mean something."""
+    """Return whether the machine was too busy for meaningful figures."""
     return max(record["bandwidth_change"], record["waited"] or 0) > BUSY
 
 
@@ -126,8 +127,9 @@ def decoding_table(record: Figures) -> Table:
 
 
 def speed_report(record: Figures, markdown: bool = False) -> str:
-    """Return the table of all contenders, and how near our own file comes to the machine's limits, by its share of
-    reading the weights after each prompt and its longest prompt's of the products."""
+    """Return the table of all contenders, and how near our own file comes to the machine's limits:
+    reading the weights, after each prompt, and computing the matrix products, of the longest
+    prompt."""
     base = base_of(record["rows"])
     base_cells = [record["rows"][base][f"1 x {T}"] for T in record["lengths"]]
     shares = [cell["of_roofline"] for cell in base_cells]
@@ -159,7 +161,8 @@ def inverse_spread(ratios: Sequence[float]) -> list[float]:
 
 
 def slowdowns_table(without: Figures, lengths: Sequence[int]) -> Table:
-    """Return how many times as long all takes without each choice, from slowdowns()."""
+    """Return the table of slowdowns(): how many times as long everything takes without each
+    choice."""
     header, rows = ["without"], {name: [name] for name in without}
     for phase, label in (("decode", "a token after"), ("first", "first token of")):
         for T in lengths:

@@ -1,9 +1,10 @@
 """Implementations of GPT-2 that `python3 -m benchmarks` compares: our files, `gpt_kv_cache.py` without each of its
 choices, and others': transformers, LLMs-from-scratch, CTranslate2.
 
-All get the same weights: a folder in Hugging Face format. A contender is made of that, or raises ValueError if it
-can't take part. Its start() takes ids (B, T) and returns an iterator that yields the greedy next tokens (B, 1), one
-after each step of its work, the first after the prefill; nbytes are then those of its cache.
+All get the same weights: a folder in Hugging Face format. A contender is made from that folder, or
+raises ValueError if it can't take part. Its start() takes ids (B, T) and returns an iterator that
+yields the greedy next tokens (B, 1), one after each step of its work, the first after the prefill;
+nbytes is then the size of its cache.
 """
 
 import tempfile
@@ -49,7 +50,8 @@ def exported(model: nn.Module) -> Iterator[Path]:
 
 
 class Ours:
-    """One of our files, with a window of at most the context or the cache that its models begin with, if any."""
+    """One of our files, with a window (at most the context) if one is given, else with its models'
+    own cache, if any."""
 
     def __init__(
         self,
@@ -79,7 +81,7 @@ class Ours:
 
 
 class Int8(Ours):
-    """gpt_kv_cache.py with every product by a matrix of weights in int8, as PyTorch's dynamic quantization has it."""
+    """gpt_kv_cache.py with every weight matrix in int8, by PyTorch's dynamic quantization."""
 
     def __init__(self, setup: Setup) -> None:
         check_cpu(setup)
@@ -331,7 +333,7 @@ class CTranslate2:
 
 # --- All of them ----------------------------------------------------------------------------------------------------
 
-BASE, LLAMA = "gpt_kv_cache.py", "llama_kv_cache.py"  # what ratios are to
+BASE, LLAMA = "gpt_kv_cache.py", "llama_kv_cache.py"  # ratios are relative to these
 UNCACHED = "gpt_baseline.py"  # reads the whole text for each token
 
 bounded = partial(Ours, module=gpt_bounded_cache)
@@ -340,7 +342,7 @@ TRANSFORMERS = {
     "transformers, DynamicCache": Transformers,
     "transformers, StaticCache": partial(Transformers, is_static=True),
 }
-CONTENDERS = {  # each is made of a Setup
+CONTENDERS = {  # each is made from a Setup
     UNCACHED: partial(Ours, module=gpt_baseline),
     BASE: Ours,
     "gpt_bounded_cache.py, preallocated": partial(bounded, window=NO_LIMIT),
@@ -365,7 +367,7 @@ WITHOUT = {name: partial(ablated, name=name) for name in ABLATIONS}
 
 
 def base_of(names: Collection[str]) -> str:
-    """Return which of these contenders ratios are to: our own file with a growing cache."""
+    """Return the contender that ratios are relative to: our own file with a growing cache."""
     return BASE if BASE in names else LLAMA
 
 

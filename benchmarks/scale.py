@@ -27,13 +27,13 @@ class Shape:
     head_dim: int
     parameters: float
     tables: float
-    unread: float  # of the tables, what a step of decoding looks up a row of
+    unread: float  # parameters of tables of which a decoding step reads only a row
     n_ctx: int
     nbytes: int = 2
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of keys and values of a token."""
+        """Bytes of a token's keys and values."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.nbytes
 
 
@@ -79,7 +79,8 @@ def cells_of(row: Figures) -> list[str]:
 
 
 def predict(record: Figures, markdown: bool = False) -> str:
-    """Return what a record of `python3 -m benchmarks` predicts, and how well it predicts itself."""
+    """Return what a record of `python3 -m benchmarks` predicts, and how well it predicts its own
+    measurements."""
     bandwidth, compute_rate = 1e9 * record["gb_per_s"], product_rate(record)
     checks, all_hold = check_bounds(record, bandwidth, compute_rate)
     larger = larger_models(
@@ -124,7 +125,8 @@ def check_bounds(record: Figures, bandwidth: float, compute_rate: float) -> tupl
 
 
 def measured_shape(record: Figures) -> Shape:
-    """Return the sizes of the model that was measured; attention as one head as wide as all."""
+    """Return the sizes of the model that was measured; attention counts as one head, as wide as all
+    heads together."""
     geometry = record["geometry"]
     position_weights = geometry["n_ctx"] * geometry["n_embd"]
     head_weights = geometry["n_embd"] * geometry["vocab_size"]

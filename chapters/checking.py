@@ -1,5 +1,6 @@
-"""Helpers of the chapters' tests: texts, passes that fail, comparisons that name the first wrong number, what an
-object keeps in memory, what must be refused, and draws by nobody else's generator."""
+"""Helpers of the chapters' tests: texts, passes that fail, comparisons that name the first wrong
+number, what an object keeps in memory, calls that must be refused, and global generators that must
+stay untouched."""
 
 import random
 import re
@@ -15,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 CONTAINERS = (list, tuple, set, frozenset, deque, Mapping)
-OF_A_CLASS = (Tensor, *CONTAINERS, MemberDescriptorType)  # what its objects share; slots
+OF_A_CLASS = (Tensor, *CONTAINERS, MemberDescriptorType)  # what a class may hold for its objects
 
 
 def assert_close(
     actual: Tensor, expected: Tensor, what: str, axes: Sequence[str] = (), tolerance: float = 1e-4
 ) -> None:
-    """Fail unless two tensors are equal, but for `tolerance` of the expected number and as much again; axes: their
-    names."""
+    """Fail unless two tensors are equal to within `tolerance`, both relative and absolute. axes:
+    the names of their dimensions, for the message."""
     __tracebackhide__ = True
     shapes = f"shape {tuple(actual.shape)}, must be {tuple(expected.shape)}"
     assert actual.shape == expected.shape, f"{what}: {shapes}"
@@ -51,12 +52,13 @@ def assert_same(actual: Sequence[object], expected: Sequence[object], what: str)
 
 
 def reachable(owner: object) -> Iterator[tuple[str, object]]:
-    """Yield an object and all that it leads to, each once, with how the object leads there, such as ".layers[0]".
+    """Yield an object and everything reachable from it, each once, with its path, such as
+    ".layers[0]".
 
-    Followed are attributes, those of its class among them, containers, and what functions remember; not models, and not
-    other modules or classes.
+    The search follows attributes, also those of an object's class, the entries of containers, and
+    the variables that functions close over. It doesn't enter models, modules or classes.
     """
-    seen: dict[int, object] = {}  # the objects too: no other one gets their id
+    seen: dict[int, object] = {}  # keeps the objects, so that no other gets their id
     waiting = deque([("", owner)])
     while waiting:
         path, thing = waiting.popleft()
@@ -86,8 +88,9 @@ def reachable(owner: object) -> Iterator[tuple[str, object]]:
 
 
 def kept_bytes(owner: object) -> dict[str, int]:
-    """Return the bytes that an object keeps, by what keeps them: all memory of every tensor that it leads to, also
-    where the tensor is a small slice of it; and 8 bytes for each entry of a container."""
+    """Return the bytes that an object keeps, by path: all memory of every tensor that can be
+    reached from it, even if the tensor is a small slice of that memory; and 8 bytes for each entry
+    of a container."""
     storages, kept = set(), {}
     for path, thing in reachable(owner):
         if isinstance(thing, Tensor):
@@ -101,7 +104,8 @@ def kept_bytes(owner: object) -> dict[str, int]:
 
 
 def assert_keeps(owner: object, at_most: int, what: str, spare: int = 256) -> None:
-    """Fail if an object keeps more than so many bytes, and some to spare, in all that it leads to; say what is largest.
+    """Fail if all that can be reached from an object keeps more than at_most + spare bytes; name
+    the largest parts.
 
     Memory that grows from pass to pass shows as too much, and so does a slice that keeps the tensor it was cut from.
     """
@@ -109,7 +113,7 @@ def assert_keeps(owner: object, at_most: int, what: str, spare: int = 256) -> No
     kept = kept_bytes(owner)
     if (total := sum(kept.values())) <= at_most + spare:
         return
-    sums: dict[str, list[int]] = {}  # of each attribute: bytes that it keeps, bytes that it shows
+    sums: dict[str, list[int]] = {}  # by attribute: bytes kept, bytes shown
     for path, thing in reachable(owner):
         sizes = sums.setdefault(re.match(r"\W*\w*", path)[0] or "itself", [0, 0])
         sizes[0] += kept.get(path, 0)
@@ -148,8 +152,8 @@ def random_ids(batch: int, n: int, seed: int = 0) -> Tensor:
 
 
 def fail_in_layer(model: nn.Module, ids: Tensor, cache: object, layer: int) -> None:
-    """Let a pass fail in a layer, behind its attention. All of its keys and values are NaN: whoever reads what it left,
-    with a mask or without one, gets NaN."""
+    """Make a pass fail in a layer, after its attention. All of its keys and values are NaN, so that
+    reading what it left gives NaN, with a mask or without one."""
     __tracebackhide__ = True
 
     def fail(*_: object) -> None:
@@ -189,7 +193,8 @@ def pass_after_failure(
 
 
 def assert_refused(call: Callable[[], object], what: str, *needed: object) -> None:
-    """Fail unless a call raises ValueError and its message has all that it needs: words, and numbers as a whole."""
+    """Fail unless a call raises ValueError and its message has all words and numbers in `needed`,
+    none of them as a part of a longer one."""
     __tracebackhide__ = True
     must = "must be a ValueError" + f" that says {' and '.join(map(str, needed))}" * bool(needed)
     try:
@@ -208,7 +213,7 @@ def assert_refused(call: Callable[[], object], what: str, *needed: object) -> No
 
 
 def assert_ints(actual: Sequence[object], what: str) -> None:
-    """Fail unless all entries are Python's whole numbers, and not tensors or floats."""
+    """Fail unless all entries are Python ints, not tensors or floats."""
     __tracebackhide__ = True
     kinds = {type(entry).__name__ for entry in actual} - {"int"}
     assert not kinds, f"{what} must be of int, and some are of {', '.join(sorted(kinds))}"
@@ -216,7 +221,7 @@ def assert_ints(actual: Sequence[object], what: str) -> None:
 
 @contextmanager
 def global_generators_untouched() -> Iterator[None]:
-    """Fail if what follows draws by the generators that everybody uses, or sets their seed."""
+    """Fail if the code within draws from the global random generators, or seeds them."""
     __tracebackhide__ = True
     states = {
         "random": random.getstate,

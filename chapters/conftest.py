@@ -1,4 +1,5 @@
-"""What the chapters' tests share: which files they test, points for the exercises that pass, and failures in few lines.
+"""What the chapters' tests share: which files they test, points for the exercises that pass, and
+short failure messages.
 
 A test asks for `impl`, the module under test: the exercise.py or solution.py beside it (`--impl`), or the file of that
 name in the chapter's folder of a student's copy (`--from`). Its marker is the exercise, such as ex2_1, and the table in
@@ -47,7 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def borrowed_names(path: Path, chapter: Path, given: Collection[str]) -> set[str]:
-    """Return the names in a file that lead to the project's own code, but for the modules that are given."""
+    """Return the names by which a file could reach the project's own code, except for the given
+    modules."""
     nodes = list(ast.walk(ast.parse(path.read_text("utf-8"))))
     imported = {node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)}
     for node in nodes:

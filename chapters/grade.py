@@ -39,7 +39,7 @@ def grade_chapter(copy: Path, chapter: Path) -> tuple[dict[str, int], str]:
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, example="python3 -m chapters.grade handed_in --chapters 2 3")
     cli.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="with a sub-folder for each student"
+        "folder", type=Path, metavar="FOLDER", help="folder with a sub-folder for each student"
     )
     cli.add_argument(
         "--chapters", nargs="+", type=whole_number(0), default=[], metavar="N", help="default: all"

@@ -19,7 +19,8 @@ WINDOW = 36  # tokens that take as many bytes as the slots
 
 
 class UnforgettingBCT(bounded.BCT):
-    """A BCT whose writes keep all of the slots, and go on doing so: sigmoid(1e4) = 1, without a gradient."""
+    """A BCT that never forgets: every write keeps all of the slots, and training can't change that,
+    since sigmoid(1e4) is 1 and has no gradient."""
 
     def init_weights(self) -> None:
         super().init_weights()
@@ -42,7 +43,7 @@ class WindowTuning(Change):
 
 
 def phases(times: int) -> tuple[Phase, ...]:
-    """Return the phases of a run that is so many times as long as the shortest."""
+    """Return the phases of a run that is `times` times as long as the shortest."""
     return phases_of(TEACHER.config, times * STEPS, 6e-4, 8.0)
 
 

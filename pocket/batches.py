@@ -1,4 +1,5 @@
-"""The batches of a recipe: a pure function of recipe and step, so that a run can be resumed and shared out."""
+"""The batches of a recipe: a pure function of recipe and step, so that a run can be resumed, or
+split among processes."""
 
 import math
 import os
@@ -12,7 +13,7 @@ from pocket import corpus
 from pocket.recipes import Batch, Distillation, Phase, Pruning, Recipe, schedule
 from support.files import read_text
 
-RANK = int(os.environ.get("RANK", 0))  # of this process; torchrun says so
+RANK = int(os.environ.get("RANK", 0))  # of this process, as torchrun sets it
 
 
 def draw_lists(
@@ -49,7 +50,8 @@ def draw_lists(
 
 
 class Corpus:
-    """The text that a recipe trains on, in the tokens of its model, <|endoftext|> after each document.
+    """The text that a recipe trains on, in its model's tokens, with <|endoftext|> after each
+    document.
 
     tokens (N,); starts, where rows may begin; is_answer (N,), whether a token is part of an answer.
     """
@@ -75,7 +77,7 @@ class Corpus:
                 is_answer += [False] * len(question_ids) + [bool(mark)] * len(answer_ids)
             tokens.append(tokenizer.eot_token)
             is_answer.append(False)
-            # a row begins with a document, or in a text that is given at every context's end, too
+            # a row begins where a document does; in a given text, also after each n_ctx tokens
             stride = len(tokens) if recipe.text is None else recipe.config.n_ctx
             starts.extend(range(begin, len(tokens), stride))
         self.tokens = torch.tensor(tokens)
@@ -131,7 +133,7 @@ def segment_starts(
 
 
 def batch_at(recipe: Recipe, step: int, text: Corpus) -> Batch:
-    """Return the batch of a step, all processes together."""
+    """Return the batch of a step, for all processes together."""
     phase, progress, _ = schedule(recipe)[step]
     generator = torch.Generator().manual_seed(step)
     list_progress = 1.0 if phase.documents else progress

@@ -34,7 +34,8 @@ def export(
     dtype: torch.dtype = torch.float16,
     end_token: int | None = None,
 ) -> None:
-    """Write config.json and model.safetensors in Hugging Face format. end_token: which ends a text, by default the last."""
+    """Write config.json and model.safetensors in Hugging Face format. end_token: the token that
+    ends a text, by default the last."""
     to_public = llama_format if isinstance(model, Llama) else gpt2_format
     fields, tensors = to_public(model)
     if end_token is None:
@@ -50,7 +51,7 @@ def export(
 
 
 def gpt2_format(model: GPT) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the config and the tensors of a GPT-2, or of one of ours that is made of it."""
+    """Return the config and the tensors of a GPT-2, or of one of our models that derive from it."""
     config = model.config
     fields = {
         "model_type": "gpt2",
@@ -69,7 +70,7 @@ def gpt2_format(model: GPT) -> tuple[dict[str, Any], dict[str, Tensor]]:
         for name, value in vars(config).items():
             if name not in vars(GPTConfig()):
                 fields[name] = value
-        fields["model_type"] = "bct"  # nor such: what reads it as a plain GPT-2 must refuse it
+        fields["model_type"] = "bct"  # nor this: a reader of plain GPT-2s must refuse it
     tensors = {f"transformer.{name}": tensor for name, tensor in model.named_parameters()}
     return fields, tensors
 
@@ -109,7 +110,7 @@ def model_card(recipe: Recipe, model: torch.nn.Module, figures: dict) -> str:
         samples, stories = [], []
         explain, recall = corpus.explain_questions("test", 1), corpus.recall_questions("test", 4)
         for question in (*explain, *recall[::3], known[0]):
-            text, _, _ = written(question.prompt).partition("\nQuestion:")  # which it asks itself
+            text, _, _ = written(question.prompt).partition("\nQuestion:")  # a question of its own
             samples.append((question, text))
         for seed, opening in enumerate(coherence.story_openings("test", 3)):
             options = {"temperature": 0.8, "generator": torch.Generator().manual_seed(seed)}
@@ -132,7 +133,7 @@ def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> Non
         for name in TOKENIZER_FILES:
             if (source / name).is_file():
                 write_atomically(folder / name, partial(shutil.copyfile, source / name))
-            else:  # an earlier model's
+            else:  # left by an earlier model
                 (folder / name).unlink(missing_ok=True)
     window = min(100, len(losses))
 

@@ -5,13 +5,14 @@ and needs again at its end: who owns the mug, the colour of the door, how many c
 sentences/stories.py). Every template becomes a pattern here; what the patterns find in a story is compared. A story
 holds together if it has none of these faults:
 
-meet ... hide  a thread is paid off otherwise than it was stated
-he or she      a pronoun isn't that of its person
-stranger       what the two travellers do is done by somebody else, or the town that they left is another
+meet ... hide  a thread, here by its name, is paid off differently from how it was stated
+he or she      a pronoun doesn't fit its person
+stranger       what the two travellers do is done by somebody else, or they left another town
 two roles      somebody whom the travellers meet is one of the two
 from nowhere   a thread is paid off that was never stated
-left open      two threads or more are never paid off (the corpus itself leaves one open where a question asks for it)
-unread         a sentence is none of the corpus's
+left open      two threads or more are never paid off (the corpus itself leaves one open where a
+               question asks for it)
+unread         a sentence isn't one that the corpus could have made
 """
 
 import re
@@ -47,7 +48,8 @@ FIELDS = {
     "them": "her|him",
     "their": "her|his",
 }
-ANY = r"[a-z' ]+?"  # all other fields, in whatever words: what is no door's colour or no place must disagree, not hide
+# All other fields match any words: a wrong word, such as one that is no colour, is read, and found.
+ANY = r"[a-z' ]+?"
 START = r"(?:^|(?<=[.!?\"] ))"  # of a sentence
 # By thread, the fields that may be either traveller.
 INTERCHANGEABLE = dict.fromkeys(("", "meet", "word", "door", "errand", "count"), "ab")
@@ -62,12 +64,12 @@ class Statement(NamedTuple):
     values: dict[str, list[str]]  # by field, one value for each time that the template names it
 
     def said(self, *fields: str) -> set[str]:
-        """Return all that stands in these fields."""
+        """Return all values of these fields."""
         return {value for field in fields for value in self.values.get(field, [])}
 
 
 def pattern_of(template: str) -> tuple[re.Pattern[str], list[str]]:
-    """Return a pattern of all that a template can become, and the field of each of its groups."""
+    """Return a pattern that matches all that a template can become, and the field of each group."""
     fields = []
 
     def regex_of_piece(match: re.Match[str]) -> str:
@@ -89,12 +91,12 @@ def pattern_of(template: str) -> tuple[re.Pattern[str], list[str]]:
 
 
 class StoryPattern(NamedTuple):
-    """What finds the statements that a template could have made."""
+    """A pattern that finds the statements that a template could have made."""
 
     kind: str
     thread: str
     regex: re.Pattern[str]
-    fields: list[str]  # of its groups
+    fields: list[str]  # of the pattern's groups
 
 
 @cache
@@ -124,7 +126,8 @@ def find_statements(story: str) -> list[Statement]:
 
 
 class Verdict(NamedTuple):
-    """The kinds of faults of a story, each once, and how often a thread is paid off, and as it was stated."""
+    """The kinds of faults of a story, each once; how often a thread is paid off, and how often as
+    it was stated."""
 
     faults: list[str]
     paid: int
@@ -132,8 +135,8 @@ class Verdict(NamedTuple):
 
 
 def has_wrong_pronoun(statement: Statement, female: dict[str, bool]) -> bool:
-    """Return whether a pronoun isn't that of its person. A person who isn't in `female`, by name, is added as the first
-    pronoun says."""
+    """Return whether a pronoun doesn't fit its person. A person whose name isn't in `female` is
+    added, as the first pronoun says."""
     is_wrong = False
     for field, pronouns in statement.values.items():
         person, dot, _ = field.partition(".")
@@ -210,7 +213,7 @@ def story_openings(split: str, n: int) -> list[str]:
 def continue_prompts(
     model: GPT, tokenizer: Encoding, prompts: list[Sequence[int]], **options: object
 ) -> list[str]:
-    """Return the text that a model writes after each of some prompts of as many tokens."""
+    """Return the text that a model writes after each prompt; prompts have equally many tokens."""
     tokens = generate(model, torch.tensor(prompts), 400, stop_ids=[tokenizer.eot_token], **options)
     rows = torch.cat([*tokens], dim=1).tolist()
     return [tokenizer.decode(row).partition("<|endoftext|>")[0] for row in rows]
@@ -219,7 +222,7 @@ def continue_prompts(
 def finish_stories(
     model: GPT, tokenizer: Encoding, prompts: list[str], temperature: float = 0.0
 ) -> list[str]:
-    """Return the prompts, each with the rest of a story's prose as the model goes on."""
+    """Return the prompts, each continued by the model to the end of the story's prose."""
     options = {"temperature": temperature, "generator": torch.Generator().manual_seed(0)}
     encoded = [tuple(tokenizer.encode_ordinary(prompt)) for prompt in prompts]
     stories = {}
@@ -231,8 +234,8 @@ def finish_stories(
 
 
 def measure(stories: list[str]) -> dict[str, float]:
-    """Return the share of the stories that hold together, the share of the threads that are paid off as they were
-    stated, of all that are paid off, and how many those are in a story."""
+    """Return the share of stories that hold together, the share of paid-off threads that are paid
+    off as they were stated, and the number of paid-off threads per story."""
     faults, paid, paid_as_stated = zip(*map(judge, stories), strict=True)
     return {
         "coherent_share": faults.count([]) / len(stories),

@@ -134,11 +134,11 @@ class Pen:
         return text.format(**values)
 
     def fill_template(self, bank: Bank, **values: object) -> str:
-        """The same with a template of a bank."""
+        """Choose one of a bank's templates for this split, and fill it as fill_one_of() does."""
         return self.fill_one_of(self.wordings(bank), **values)
 
     def write_sentence(self, bank: Bank, **values: object) -> str:
-        """The same as whole sentences."""
+        """Fill one of a bank's templates, and return it as whole sentences."""
         return as_sentences(self.fill_template(bank, **values))
 
     def pick_words(self, fields: str) -> dict[str, str]:
@@ -354,7 +354,7 @@ class Conversation:
         self.told.append(Told(topic, values | {"spoken": spoken}, spoken.removeprefix("a ")))
 
     def discuss(self, topic: str) -> None:
-        """Let one speaker ask and the other tell, and perhaps the first one too."""
+        """Let one speaker ask and the other tell; perhaps the first one tells, too."""
         asker, other = self.first, self.second
         if not self.pen.chance(0.5):
             asker, other = other, asker
@@ -375,7 +375,7 @@ class Conversation:
         self.lines.append(f"{self.second}: {self.pen.state_fact(subject, fact)}")
 
     def recall(self) -> None:
-        """Let the speakers and a listener ask again for what was told, and part."""
+        """Let the speakers and a listener ask again for what was told, and say goodbye."""
         pen = self.pen
         for told in pen.sample(self.told, pen.pick([0, 1, 1, 2])):
             speaker, other = told.values["who"], told.values["other"]
@@ -566,8 +566,9 @@ def documents(split: str, n: int) -> Iterator[Document]:
 
 
 def beginnings(tokenizer: Encoding, split: str, n: int, length: int) -> list[list[int]]:
-    """Return the beginnings of n stories, dialogues or explanations, `length` tokens each: at most the last 256 are of
-    the document that goes on, and earlier documents precede them."""
+    """Return the beginnings of n stories, dialogues or explanations, `length` tokens each: at most
+    the last 256 belong to the document that is to be continued, and earlier documents precede
+    them."""
     n_own = min(length, 256)
     n_earlier = length - n_own
     rows, earlier, index = [], [], 0

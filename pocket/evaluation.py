@@ -22,9 +22,11 @@ from support.statistics import kl
 def score_answers(
     model: nn.Module, tokenizer: Encoding, questions: list[corpus.Question]
 ) -> tuple[float, float]:
-    """Return the mean loss on the answers' tokens (nats) and the share that greedy decoding gets right, to the end.
+    """Return the mean loss on the answers' tokens (nats), and the share of answers that greedy
+    decoding gets right, to the end.
 
-    All tokens of an answer, and the line's end after it, are the model's first choice: then greedy decoding writes it.
+    Greedy decoding writes an answer if each of its tokens, and the line's end after it, is the
+    model's first choice.
     """
     device = model.wte.weight.device
     nats, correct_count = [], 0
@@ -98,7 +100,8 @@ def name_losses(model: nn.Module, tokenizer: Encoding) -> tuple[float, float]:
 
 
 def evaluate(model: nn.Module, tokenizer: Encoding) -> dict[str, float]:
-    """Measure a model on held-out text: other people, objects and wordings than those it was trained on."""
+    """Measure a model on held-out text, with people, objects and wordings that it wasn't trained
+    on."""
     figures = {"perplexity": perplexity(model, tokenizer, "test")}
     closed_book, recall = corpus.closed_book_questions("test"), corpus.recall_questions("test", 300)
     for name, questions in (("closed_book", closed_book), ("recall", recall)):
@@ -125,7 +128,8 @@ def windowed(window: int, sinks: int = 0) -> type[bounded.GPT]:
 
 
 def window_of_equal_bytes(config: bounded.BCTConfig) -> int:
-    """Return how many tokens' keys and values take at least the bytes of a BCT's memory; a ring has a spare one."""
+    """Return the number of tokens whose keys and values take at least the bytes of a BCT's memory.
+    (A ring also has a spare slot.)"""
     D, M = config.head_dim, config.slots
     slot_size = 2 * D + 1 if config.rule == "mean" else 2 * D
     recent_size = config.recent * (2 * D + 1 + M)
@@ -134,8 +138,9 @@ def window_of_equal_bytes(config: bounded.BCTConfig) -> int:
 
 @torch.inference_mode()
 def divergences(teacher: GPT, student: GPT, tokenizer: Encoding) -> dict[str, float]:
-    """Return the mean KL(teacher || student) in nats, on held-out texts after a prompt of 3/8 of the context, by what
-    the student reads: its own cache, the teacher's of the prompt, or one that is refreshed every so many tokens."""
+    """Return the mean KL(teacher || student) in nats, on held-out texts after a prompt of 3/8 of
+    the context, by what the student reads: its own cache, the teacher's of the prompt, or one that
+    is refreshed after every 64, 16 or 4 tokens."""
     n_ctx = student.config.n_ctx
     prompt_end, positions = 3 * n_ctx // 8, torch.arange(n_ctx)
     rows = torch.tensor(held_out_rows(tokenizer, 150, n_ctx)[:24])
@@ -153,7 +158,8 @@ def divergences(teacher: GPT, student: GPT, tokenizer: Encoding) -> dict[str, fl
 
 
 def measure(recipe: Recipe, model: nn.Module) -> dict:
-    """Return the figures of a model that was trained on the corpus, beside those of its like."""
+    """Return the figures of a model that was trained on the corpus, beside those of the models that
+    it is compared with."""
     tokenizer = recipe.tokenizer
     figures = evaluate(model, tokenizer)
     if recipe.kind == "student":

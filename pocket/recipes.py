@@ -1,4 +1,5 @@
-"""Everything that decides what a training run computes, and the recipes of the models that come along."""
+"""Everything that decides what a training run computes, and the recipes of the models that the
+project ships."""
 
 import math
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ class Phase:
     lr: float  # after the warm-up
     shuffled: int = 0  # rows of documents in which about half of the vocabulary has changed places
     answers: float = 1.0  # weight of an answer's token in unshuffled rows; all others weigh 1
-    long: tuple[int, int, int] = (0, 0, 0)  # documents, lists, shuffled of every fifth step
+    long: tuple[int, int, int] = (0, 0, 0)  # rows of documents, lists, shuffled in every fifth step
 
     @property
     def rows(self) -> int:
@@ -38,7 +39,7 @@ class Phase:
 
 
 class Batch(NamedTuple):
-    """The reading of one step, of B rows."""
+    """What one step reads: B rows."""
 
     rows: Tensor  # (B, T + 1), tokens
     weights: Tensor  # (B, T), of each token but the first in the loss; their sum is 1
@@ -50,7 +51,7 @@ class Batch(NamedTuple):
 class Recipe:
     """Everything that decides what a training run computes."""
 
-    kind, model_class = "teacher", GPT  # of model
+    kind, model_class = "teacher", GPT  # of the model
     init = None  # the model that it learns from
     begin = None  # the model that it begins as, if that is another
     text = None  # a file to train on instead of the corpus
@@ -80,14 +81,15 @@ class Recipe:
 
 @dataclass(frozen=True)
 class LlamaRecipe(Recipe):
-    """The same for a Llama."""
+    """A recipe for a Llama."""
 
     kind, model_class = "llama", Llama
 
 
 @dataclass(frozen=True)
 class Change(Recipe):
-    """Training of a model that begins as another, `init`, and learns what that predicts."""
+    """Training of a model that begins as another, `init`, and learns to predict what that
+    predicts."""
 
     documents: int = 60_000
     weight_decay: float = 0.0
@@ -118,8 +120,8 @@ class Distillation(Change):
         return "bct-sum" if self.config.rule == "sum" else "bct"
 
     def predict(self, model: nn.Module, teacher: GPT, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the logits (B, T, V) of both. The model has first read the texts before the rows, without a gradient;
-        the teacher never has."""
+        """Return the logits (B, T, V) of the teacher and of the model. The model has first read the
+        texts before the rows, without a gradient; the teacher never has."""
         cache, rows = bounded.BoundedMemory(), batch.rows[:, :-1]
         if batch.before.size(1):
             with torch.no_grad():
@@ -128,8 +130,9 @@ class Distillation(Change):
 
 
 class SegmentCache(KVCache):
-    """In training, what a student reads of a text: its teacher's keys and values up to where the segment of each token
-    begins, start (B, T), and its own from there on, as if it had taken the teacher's cache over there."""
+    """The cache that a student reads in training. Each token sees its teacher's keys and values up
+    to the start of its segment, start (B, T), and the student's own from there on, as if the
+    student had taken over the teacher's cache there."""
 
     def __init__(self, teacher: KVCache, start: Tensor) -> None:
         super().__init__()
@@ -142,7 +145,7 @@ class SegmentCache(KVCache):
     def append(
         self, layer: int, k: Tensor, v: Tensor, pos: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the keys and values (B, H, 2 T, D) of both."""
+        """Return the keys and values (B, H, 2 T, D) of teacher and student, and the mask."""
         teacher_k, teacher_v = self.teacher.layers[layer].to(k)
         return torch.cat([teacher_k, k], 2), torch.cat([teacher_v, v], 2), self.mask
 
@@ -151,9 +154,10 @@ class SegmentCache(KVCache):
 class Pruning(Change):
     """Distillation into a narrower model of the same layers, heads and head size, so that the teacher's cache fits it.
 
-    What the model reads of its own text and what of the teacher's cache: "alone", its own; "prompt", the teacher's of
-    the first part of the text, its own of the rest; "segments", the teacher's up to the start of a segment and its own
-    from there on, for segments as long as between two refreshes, from 4 tokens to all.
+    mode says which keys and values the model reads: "alone", only its own; "prompt", the teacher's
+    for the first part of the text, its own for the rest; "segments", the teacher's up to the start
+    of a segment and its own from there on. A segment is as long as the text between two refreshes:
+    from 4 tokens to all of them.
     """
 
     kind = "student"
@@ -166,15 +170,16 @@ class Pruning(Change):
         return self.kind if student_kind == KINDS[0] else f"{self.kind}-{student_kind}"
 
     def predict(self, model: nn.Module, teacher: GPT, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the logits (B, T, V) of both, with segments that begin where the batch has them."""
+        """Return the logits (B, T, V) of the teacher and of the model, with the batch's
+        segments."""
         cache, rows = KVCache(), batch.rows[:, :-1]
         expected = teacher(rows, cache)
         return expected, model(rows, SegmentCache(cache, batch.segments))
 
 
-STUDENT_WIDTH = 0.55  # of the teacher's hidden size and MLP
+STUDENT_WIDTH = 0.55  # a student's hidden size and MLP, as a share of the teacher's
 DROPOUT = 0.1
-KINDS = ("segments", "alone", "prompt", "dropout")  # of students, by what they read
+KINDS = ("segments", "alone", "prompt", "dropout")  # students, by what they read in training
 SIZES = {"vocab_size": VOCABULARY, "n_ctx": 1280, "n_layer": 6, "n_head": 6, "n_embd": 192}
 TEACHER = Recipe(
     GPTConfig(**SIZES),
@@ -189,13 +194,13 @@ TEACHER = Recipe(
     ),
     documents=120_000,
 )
-LLAMA = LlamaRecipe(  # as many parameters but for a few hundred, a third of the heads of keys and values
+LLAMA = LlamaRecipe(  # as many parameters, but for a few hundred; a third as many key-value heads
     LlamaConfig(**SIZES, n_kv_head=2, n_inner=672),
     TEACHER.phases,
     TEACHER.documents,
 )
 MEMORY = {"slots": 24, "recent": 8}
-PAPER_MEMORY = {"rule": "sum", "slots": 32, "recent": 0}  # the BCT of its paper
+PAPER_MEMORY = {"rule": "sum", "slots": 32, "recent": 0}  # BCT as in its paper
 SHORT_CONTEXT = 512  # tokens of a row in the first two thirds of a fine-tuning, which are faster
 
 
@@ -204,8 +209,9 @@ def phases_of(
 ) -> tuple[Phase, ...]:
     """Return the phases of a model that begins as another.
 
-    On a file they are one, without weights of answers, which a text of one's own doesn't mark. On documents the first
-    two thirds of the steps read short rows, some of them shuffled, and the last third long ones.
+    A given text is read in one phase, without weights for answers, since it doesn't mark them. Of
+    the corpus, the first two thirds of the steps read short rows, some of them shuffled, and the
+    last third long ones.
     """
     if text:
         return (Phase(steps, 8, 0, config.n_ctx, lr),)
@@ -248,7 +254,7 @@ def pruning(
 class Step(NamedTuple):
     """What a step of training reads, and at which learning rate."""
 
-    phase: Phase  # the one that it belongs to, with the rows of this step
+    phase: Phase  # the phase that it belongs to, with the rows of this step
     progress: float  # how far into its phase it is, 0 to 1
     lr: float
 

@@ -1,4 +1,5 @@
-"""The model as training begins: an induction circuit, addresses near the keys."""
+"""How models begin training: with an induction circuit, with slots' addresses near the keys, or
+pruned from a teacher."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from pocket.batches import Corpus
 from pocket.recipes import Pruning, Recipe
 from support.geometry import kv_heads
 
-MAX_KEYS = 3000  # of a head, among which the slots' addresses begin
+MAX_KEYS = 3000  # keys of a head that k-means groups into slots' addresses, at most
 
 
 def weights_by_head(model: GPT | Llama, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -146,10 +147,11 @@ def k_means(points: Tensor, k: int, generator: torch.Generator, rounds: int = 15
 
 @torch.no_grad()
 def start_memory(model: bounded.BCT, plain: GPT, ids: Tensor, generator: torch.Generator) -> None:
-    """Let writing begin with sense: a token is written to the slots whose address is nearest to its key.
+    """Give a BCT a start in which writing makes sense: a token is written to the slots whose
+    address is nearest to its key.
 
     W_wq begins as W_k, and each head's addresses as the centres, by k-means, of the keys that the plain model computes
-    of the texts ids (B, T). Small random addresses would make all slots the same mean.
+    for the texts ids (B, T). Small random addresses would make all slots the same mean.
     """
     cache = KVCache()
     plain(ids, cache)
@@ -166,8 +168,8 @@ def start_memory(model: bounded.BCT, plain: GPT, ids: Tensor, generator: torch.G
 
 @torch.no_grad()
 def prune(teacher: GPT, config: GPTConfig, ids: Tensor) -> GPT:
-    """Return a narrower model: of the teacher's hidden dimensions and, layer by layer, MLP neurons, those that are most
-    active (mean absolute value) on texts ids (B, T)."""
+    """Return a narrower model. It keeps those of the teacher's hidden dimensions and, layer by
+    layer, MLP neurons that are most active (by mean absolute value) on texts ids (B, T)."""
     activity = {}
 
     def record_activity(layer: nn.Module, inputs: tuple[Tensor]) -> None:

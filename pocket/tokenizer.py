@@ -15,14 +15,15 @@ VOCABULARY = 1536  # 256 bytes, 1279 merges, <|endoftext|>
 def train_tokenizer(path: Path) -> None:
     """Train a byte-level BPE on documents of the corpus and write it as tiktoken ranks: base64 of the bytes, rank.
 
-    The 256 bytes come first, so any UTF-8 text has an encoding. Raises ValueError without the package tokenizers.
+    The 256 bytes come first, so any UTF-8 text has an encoding. Raises ValueError if the package
+    tokenizers isn't installed.
     """
     try:
         from tokenizers import ByteLevelBPETokenizer
     except ImportError as error:
         raise ValueError("training a tokenizer needs `pip install tokenizers`") from error
 
-    tokenizer = ByteLevelBPETokenizer()  # which cuts texts by GPT-2's pattern
+    tokenizer = ByteLevelBPETokenizer()  # it cuts texts by GPT-2's pattern
     texts = (document.text for document in corpus.documents("train", 20_000))
     tokenizer.train_from_iterator(texts, VOCABULARY - 1, min_frequency=0, show_progress=False)
 

@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> None:
             "--out",
             type=writable_folder,
             metavar="FOLDER",
-            help="for the result, and in run/ for the run's state; default: in pocket, and runs/",
+            help="for the result, and in run/ the run's state; default: in pocket, and runs/",
         )
     for action in (bct, student):
         action.add_argument("--init", default="pocket", metavar="NAME", help="the model to change")
@@ -83,20 +83,20 @@ def main(argv: list[str] | None = None) -> None:
             "--steps",
             type=whole_number(1),
             metavar="N",
-            help="of training; default: as many as pocket's took",
+            help="steps of training; default: as many as for pocket's",
         )
     student.add_argument(
         "--kind",
         default=recipes.KINDS[0],
         choices=recipes.KINDS,
-        help="what it reads in training: segments as between refreshes; alone, its own cache; prompt, the "
-        "teacher's of a prompt; dropout, segments with dropout",
+        help="what it reads in training: segments, as between refreshes; alone, its own cache; "
+        "prompt, the teacher's cache of a prompt; dropout, segments with dropout",
     )
     bct.add_argument(
         "--rule",
         default="mean",
         choices=("mean", "sum"),
-        help="how a slot reads its writes: mean, ours, with gates; sum, the paper's own",
+        help="how slots are written and read: mean, ours, with gates; sum, the paper's own",
     )
     with cli.parse(argv) as args:
         changes = args.action in ("bct", "student")

@@ -1,4 +1,4 @@
-"""Training by a recipe: a run that was interrupted goes on, alone or under torchrun."""
+"""Training by a recipe, in one process or under torchrun; an interrupted run goes on."""
 
 import os
 import time
@@ -35,7 +35,7 @@ def train(recipe: Recipe, run_folder: Path, stop_at: int | None = None) -> tuple
     rows = min(step.phase.rows for step in planned_steps)
     if rows < PROCESSES:
         raise ValueError(f"{PROCESSES} processes are too many for batches of {rows} rows")
-    # one after the other: none is kept in memory
+    # loaded one after the other, so that none stays in memory
     origins = (load_model(name, model_class=GPT) for name in (recipe.init, recipe.begin) if name)
     identity = "; ".join([repr(recipe), *map(fingerprint, origins)])
     state_path = run_folder / "last.pt"
@@ -105,8 +105,8 @@ def train(recipe: Recipe, run_folder: Path, stop_at: int | None = None) -> tuple
 
 
 def new_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
-    """Return AdamW with a group for each parameter; "factor" is what multiplies the learning rate in it. Matrices decay
-    by the recipe's weight decay, a memory's own parameters never do."""
+    """Return AdamW with a group for each parameter; "factor" multiplies its learning rate. Matrices
+    decay by the recipe's weight decay, a memory's own parameters never do."""
     groups = []
     for name, parameter in model.named_parameters():
         group = {"params": [parameter], "weight_decay": 0.0, "factor": 1.0}

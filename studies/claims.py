@@ -12,7 +12,7 @@ from studies.core import judge_claims as claims_of
 from support.cli import CommandLine
 from support.tables import Table, page
 
-SOURCES = {  # the studies that test its claims
+SOURCES = {  # the studies that test each source's claims
     "The KV cache": ("article",),
     "BCT": ("bounding", "lengths"),
     "KV recycling": ("recycling", "latency"),
@@ -23,18 +23,19 @@ SOURCES = {  # the studies that test its claims
 
 
 def claims_of_source(source: str) -> list[Claim]:
-    """Return every claim of a source by the recorded results."""
+    """Return every claim of a source, judged by the recorded results."""
     return [claim for study in SOURCES[source] for claim in claims_of(Rows(study))]
 
 
 def claims_of_all_sources() -> dict[str, list[Claim]]:
-    """Return every claim by the recorded results, a list a source."""
+    """Return every claim, judged by the recorded results, in a list for each source."""
     return {source: claims_of_source(source) for source in SOURCES}
 
 
 def verdicts_at_a_glance() -> Table:
-    """Return all verdicts, a line a claim: its first words, with the section where others begin
-    alike; and, unless it is that of the line above, the command that tests it, and its minutes."""
+    """Return all verdicts, one line for each claim: its first words, with the section if other
+    claims begin alike; and the command that tests it with its minutes, unless the line above has
+    the same."""
     lines, above = [], ""
     for source, claims in claims_of_all_sources().items():
         lines.append([f"{source}:", "", "", ""])

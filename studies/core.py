@@ -2,14 +2,14 @@
 tables and figures.
 
 A row is one figure: study, way (a method by its short name, such as periodic:64), setting, metric,
-value, low and high (its 95% interval), n, and mostly `values`, one for each independent thing
-(prompt, turn), by which two ways are compared pair by pair. Rows are appended to a study's
+value, low and high (its 95% interval), n, and usually `values`, one for each independent thing
+(prompt, turn), so that two ways can be compared pair by pair. Rows are appended to a study's
 rows.jsonl as they are measured; of rows with the same way, setting and metric the last counts. A
-line with `conditions` tells under which the rows after it were measured.
+line with `conditions` states those under which the rows after it were measured.
 
 claims.toml beside it holds what a person has written: the source's words and the rules that decide
 each claim, the names of the ways, the columns of the table, the figures. A claim is tested as
-stated unless it says why only `partly`.
+stated unless its entry `partly` says why not all of it is.
 """
 
 import argparse
@@ -42,11 +42,11 @@ from support.statistics import bootstrap, mean_of_rows
 from support.tables import Table, page
 
 STUDIES_FOLDER = Path(__file__).resolve().parent
-MIN_VALUES_OF_INTERVAL = 4  # of fewer, one can't tell how they vary
+MIN_VALUES_OF_INTERVAL = 4  # fewer don't show how they vary
 
-# How values become a figure, by default their mean. "perplexity" is given mean nats; of an "exact"
-# metric, a count or arithmetic, one value is enough; a "series" is a curve over tokens; a figure of
-# few "turns" is their median, with their range for an interval.
+# How values become a figure; by default it is their mean. "perplexity" is given mean nats; an
+# "exact" metric, a count or arithmetic, needs only one value; a "series" is a curve over tokens; a
+# figure of few "turns" is their median, and its interval is their range.
 REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "perplexity": lambda x: np.exp(x.mean(-1)),
     "median": lambda x: np.median(x, -1),
@@ -59,7 +59,7 @@ RULE_PATTERN = re.compile(r"(?:(\w+): )?(\S+) ([<>~]) (\S+)(?: \+ ([\d.]+)(%?))?
 MISSING_FIGURE = re.compile(r"(?<!\S)-(?!\w)")  # a dash in the place of a figure
 FIGURE_PATTERN = re.compile(r"(?:(\w+): )?(\S+)(?: / (\S+))?( ±)?")
 SHORT_FIGURE = re.compile(r"\{([^{}%]+)\}(?!\})")  # for {{ figure("...") }}
-REWORDED = {  # of recorded conditions, as a page has them
+REWORDED = {  # recorded conditions, and how a page words them
     "Intel(R) Xeon(R) Processor": "Intel Xeon",
     "read by 1 at once": "read one token at a time",
 }
@@ -71,7 +71,7 @@ Setting = dict[str, Any]
 # what claims.toml says.
 Claim = dict[str, Any]
 ANSWERS = {"HOLDS": "YES", "DOES NOT HOLD": "NO"}  # to our questions
-MINUTES = {  # that a command's full run took on an undisturbed core
+MINUTES = {  # minutes that a command's full run took on an undisturbed core
     "article": 10,
     "bounding": 10,
     "recall": 30,
@@ -88,7 +88,8 @@ MINUTES = {  # that a command's full run took on an undisturbed core
 
 
 class Figure(NamedTuple):
-    """A figure and its 95% interval: a point if the figure is exact, endless if it is unknown."""
+    """A figure and its 95% interval, which is a point if the figure is exact, and infinite if the
+    interval is unknown."""
 
     value: float
     low: float = -math.inf
@@ -120,7 +121,7 @@ class Figure(NamedTuple):
 
 
 class Point(NamedTuple):
-    """A point of a curve, y with its interval if that is known, and what tells it from the others."""
+    """A point of a curve: x, y with its interval if that is known, and a name for the point."""
 
     x: float
     y: float
@@ -129,11 +130,11 @@ class Point(NamedTuple):
     name: str = ""
 
 
-Curves = dict[tuple[str, str], list[Point]]  # by the label and the kind of a curve
+Curves = dict[tuple[str, str], list[Point]]  # by a curve's label and kind
 
 
 def reduce_values(values: np.ndarray, reduction: str) -> Figure:
-    """Return the figure of values, one for each independent thing; without an interval if these
+    """Return the figure for values, one from each independent thing. It has no interval if there
     are fewer than MIN_VALUES_OF_INTERVAL."""
     if reduction == "turns":
         value = float(np.median(values))
@@ -147,7 +148,8 @@ def reduce_values(values: np.ndarray, reduction: str) -> Figure:
 
 
 def parse_way(text: str, setting: Setting) -> tuple[str, Setting]:
-    """Return the way and the setting that "way@key=value@..." means, on top of a setting."""
+    """Return the way and the setting that "way@key=value@..." stands for: these values replace
+    those of the given setting."""
     way, *assignments = text.split("@")
     setting = dict(setting)
     for assignment in assignments:
@@ -167,12 +169,12 @@ class Rows:
     def __init__(
         self, study: str, folder: Path | None = None, again: str = "", no_verdict_reason: str = ""
     ) -> None:
-        """folder: of the rows, by default the recorded ones; again: a pattern, as of files, of the
-        ways to measure once more; no_verdict_reason: why the rows are given no verdict, such as
-        "reduced run". Such rows have a file of their own, which is begun anew but for ways to
-        measure again. Raises ValueError if a line of the rows is no JSON."""
+        """folder: where the rows are, by default the recorded ones; again: a pattern with wildcards
+        for the ways to measure once more; no_verdict_reason: why the rows get no verdict, such as
+        "reduced run". Such rows have a file of their own, and each run begins it anew unless it
+        measures ways again. Raises ValueError if a line of the rows isn't JSON."""
         self.study, self.again, self.no_verdict_reason = study, again, no_verdict_reason
-        self.offered_ways: dict[str, None] = {}  # that ways_due() was asked about
+        self.offered_ways: dict[str, None] = {}  # those that ways_due() was asked about
         self.progress = tqdm(desc=study, unit=" rows", leave=False, delay=1)
         file_name = "reduced.jsonl" if no_verdict_reason else "rows.jsonl"
         self.path = (folder or STUDIES_FOLDER / study) / file_name
@@ -191,7 +193,7 @@ class Rows:
                 write_text(self.path, f"{complete_lines}\n" if complete_lines else "")
             for line in complete_lines.splitlines():
                 self._remember(parse_json(line, str(self.path), study=str))
-        for way, metric, value in self.definition.get("source", []):  # what it says itself
+        for way, metric, value in self.definition.get("source", []):  # the source's own figures
             self._remember(row_of(way, {}, metric, Figure(value, value, value), 1))
 
     def _remember(self, line: Row) -> None:
@@ -202,7 +204,8 @@ class Rows:
             self.rows[key] = line | {"on": self.recorded_conditions}
 
     def _key(self, way: str, setting: Setting, metric: str) -> str:
-        """Return what identifies a row; the setting's missing parts are as usual in the study."""
+        """Return what identifies a row. Parts that the setting lacks have the study's usual
+        values."""
         return json.dumps([way, metric, self.definition["usual"] | setting], sort_keys=True)
 
     def _append(self, line: Row) -> None:
@@ -248,7 +251,8 @@ class Rows:
     def add_figures(
         self, way: str, setting: Setting, count: int, **metrics: Iterable[float]
     ) -> None:
-        """Append a row for each metric, of a figure of n things and its interval, if that is known."""
+        """Append a row for each metric: its figure, measured on `count` things, with the interval
+        if known."""
         for metric, figure in metrics.items():
             self._append(row_of(way, setting, metric, Figure(*figure), count))
 
@@ -269,8 +273,9 @@ class Rows:
         return Figure(row["value"], row["low"], row["high"])
 
     def against(self, metric: str, way: str, other: str, setting: Setting) -> Figure | None:
-        """Return by how much one way is above another, pair by pair where both have as many values:
-        as a share of the other (RELATIVE), or as a difference. None if one isn't measured."""
+        """Return by how much one way is above another: as a share of the other for metrics in
+        RELATIVE, else as a difference. Ways with equally many values are compared pair by pair.
+        None if one of the two isn't measured."""
         row, other_row = self.find(way, metric, **setting), self.find(other, metric, **setting)
         if row is None or other_row is None:
             return None
@@ -284,13 +289,14 @@ class Rows:
             return change.plus(-1) if reduction in RELATIVE else change
         figure = self.figure(way, metric, **setting)
         value, low, high = self.figure(other, metric, **setting)
-        bounds = zip(figure, (value, high, low), strict=True)  # no pairs: the widest
+        bounds = zip(figure, (value, high, low), strict=True)  # without pairs, the widest
         relative = reduction in RELATIVE
         change = Figure(*(x / y - 1 if relative else x - y for x, y in bounds))
         return change if math.isfinite(figure.low + low) else Figure(change.value)
 
     def name_of(self, way: str, setting: Setting) -> str:
-        """Return a way and its unusual setting, as a page names them."""
+        """Return a page's name for a way, with the parts of its setting that aren't the study's
+        usual."""
         usual = self.definition["usual"]
         unusual = [f"{key} {value}" for key, value in setting.items() if usual.get(key) != value]
         return ", ".join([self.definition.get("names", {}).get(way, way), *unusual])
@@ -342,8 +348,9 @@ class StudyLine(CommandLine):
         models: str = NAMES,
         again: bool = False,
     ) -> None:
-        """quick: the study's reduced form with --quick; model: the option that names the model, "" for none: the
-        study has one thread then; again: whether single ways can be measured once more."""
+        """quick: what --quick reduces the study to; model: the option that names the model, or ""
+        for a study without one, which uses one thread; again: whether single ways can be measured
+        once more."""
         super().__init__(doc, f"python3 -m studies.{name} --quick", models)
         self.prog = f"python3 -m studies.{name.split()[0]}"
         self.study = name
@@ -362,7 +369,7 @@ class StudyLine(CommandLine):
         )
 
     def prepare(self, args: argparse.Namespace) -> None:
-        """Set the threads of a study without a model, too, and say how long a full run takes."""
+        """Set the threads, also of a study without a model, and say how long a full run takes."""
         if "threads" not in args:
             torch.set_num_threads(1)
         command, model = self.study, getattr(args, "model", None)
@@ -390,7 +397,7 @@ def load_chosen_model(args: argparse.Namespace) -> tuple[nn.Module, str]:
 
 
 def open_rows(study: str, args: argparse.Namespace, no_verdict_reason: str = "") -> Rows:
-    """Return the rows of a run by its command line."""
+    """Return the rows for a run, as its command line asks."""
     if args.quick:
         no_verdict_reason = "reduced run"
     elif "seed" in args and (args.seed, args.dtype) != (0, torch.float32):
@@ -404,8 +411,8 @@ def open_rows(study: str, args: argparse.Namespace, no_verdict_reason: str = "")
 class Rule(NamedTuple):
     """A comparison of a way with another one, or with a number, by a metric.
 
-    comparison: <, >, or ~ for "as much as"; margin: what the way may miss by, as a difference that
-    Rows.against() returns.
+    comparison: <, >, or ~ for "as much as"; margin: by how much the way may miss, as Rows.against()
+    measures differences.
     """
 
     metric: str
@@ -441,8 +448,8 @@ def judge_rule(rows: Rows, text: str, setting: Setting) -> int | None:
 
 
 def judge_alternatives(rows: Rows, text: str, setting: Setting) -> int | None:
-    """Return judge_rule() of a rule, or the best answer of several, "... or ...", of which one is
-    enough; those not measured are left out."""
+    """Return judge_rule() of a rule. Of several rules, "... or ...", one is enough: return the best
+    answer, leaving out rules that weren't measured."""
     answers = [judge_rule(rows, alternative, setting) for alternative in text.split(" or ")]
     return max((answer for answer in answers if answer is not None), default=None)
 
@@ -450,9 +457,9 @@ def judge_alternatives(rows: Rows, text: str, setting: Setting) -> int | None:
 def text_for_all_places(
     rows: Rows, text: str, places: list[Setting], varied_key: str | None
 ) -> str:
-    """Return a text with its figures. What stands between « and » is said of each of the places,
-    which differ in a part of the setting: those with equal figures are named together, those
-    without any not at all."""
+    """Return a text with its figures filled in. What stands between « and » is repeated for each
+    place; the places differ in one part of the setting, varied_key. Places with equal figures are
+    named together, and places without figures are left out."""
 
     def text_of_places(match: re.Match[str]) -> str:
         places_by_text: dict[str, list[str]] = {}
@@ -468,9 +475,9 @@ def text_for_all_places(
 
 
 def verdict_of(rows: Rows, claim: dict[str, Any], places: list[Setting]) -> str:
-    """Return the verdict on a claim: the worst of its rules' answers in all places, or the best if a
-    thing `can` be. NOT SHOWN where a rule that the trial needs to be fair doesn't hold; "" where a
-    row is missing, and in a reduced run."""
+    """Return the verdict on a claim: the worst of its rules' answers in all places, or the best if
+    it claims only that something `can` be. It is NOT SHOWN if a rule that makes the trial fair
+    (`needs`) doesn't hold, and "" if a row is missing or the run is reduced."""
     answers = [judge_alternatives(rows, rule, place) for rule in claim["rules"] for place in places]
     if None in answers or rows.no_verdict_reason:
         return ""
@@ -480,8 +487,8 @@ def verdict_of(rows: Rows, claim: dict[str, Any], places: list[Setting]) -> str:
 
 
 def judge_claim(rows: Rows, claim: dict[str, Any]) -> Claim:
-    """Return a claim, or a question of ours, which has no section, with its verdict; one whose
-    figures are found for `every` kind or size is judged for each."""
+    """Return a claim with its verdict; a question of ours is a claim without a section. A claim
+    with figures for `every` kind or size is judged for each of them."""
     varied_key, places = None, [claim.get("at", {})]
     if "«" in claim["found"]:
         [(varied_key, values)] = rows.definition["every"].items()
@@ -527,8 +534,8 @@ def lettered_list(letters: dict[str, str]) -> str:
 
 
 def claim_tables(claims: Sequence[Claim]) -> list[str | Table]:
-    """Return claims as a table, and our questions as another, after the conditions of each source
-    and ours, which the claims name by a letter."""
+    """Return a table of the claims and another of our questions, after the conditions of each
+    source and ours, to which the tables refer by letter."""
     theirs = {claim["source"]: claim["theirs"] for claim in claims if claim["source"]}
     parts: list[str | Table] = [
         f"Conditions of {source}: {text}." for source, text in theirs.items()
@@ -557,7 +564,7 @@ def claim_tables(claims: Sequence[Claim]) -> list[str | Table]:
 
 
 def matching_ways(rows: Rows, patterns: Iterable[str]) -> list[tuple[str, Setting]]:
-    """Return the ways that match patterns such as "periodic.*@train=alone", with the settings."""
+    """Return the ways that match patterns such as "periodic.*@train=alone", with their settings."""
     measured_ways = dict.fromkeys(row["way"] for row in rows.rows.values())
     matches = []
     for pattern in patterns:
@@ -569,8 +576,8 @@ def matching_ways(rows: Rows, patterns: Iterable[str]) -> list[tuple[str, Settin
 
 
 def table_of(rows: Rows) -> list[str | Table]:
-    """Return the study's table, a line a way, with its columns for `every` kind, if it says so;
-    lines without a figure are left out."""
+    """Return the study's table, one line for each way. Its columns are repeated for `every` kind if
+    claims.toml says so; lines without a figure are left out."""
     definition, table_rows = rows.definition["table"], []
     columns, varied_key = definition["columns"], definition.get("every")
     if varied_key:
@@ -597,8 +604,8 @@ def table_of(rows: Rows) -> list[str | Table]:
 
 
 def page_of(rows: Rows) -> list[str | Table]:
-    """Return the claims and the table of a study, for a terminal; of claims that lack figures, the
-    first words alone."""
+    """Return the claims and the table of a study, for a terminal. A claim that lacks figures is
+    shown by its first words alone."""
     parts, measured, lacking = [], [], []
     if rows.no_verdict_reason:
         parts.append(f"A {rows.no_verdict_reason}: figures, and no verdict.")
@@ -635,8 +642,9 @@ def run_study(
     rows_of: str = "",
     again: bool = True,
 ) -> None:
-    """Run a study that has models of its own by its command line. quick: what is reduced then; measure: appends the
-    rows, fewer if that is true; rows_of: the study that has the rows and claims, if it is another."""
+    """Run a study that makes its own models, as its command line asks. quick: what --quick reduces
+    it to; measure: appends the rows, fewer if its second argument is true; rows_of: the study whose
+    rows and claims it uses, if not its own."""
     with StudyLine(doc, study, quick, model="", out=rows_of, again=again).parse(argv) as args:
         rows = open_rows(rows_of or study, args)
         measure(rows, args.quick)
@@ -644,7 +652,7 @@ def run_study(
 
 
 def points_over(rows: Rows, way: str, metric: str, key: str, setting: Setting) -> list[Point]:
-    """Return a metric of a way in a setting, with its interval, by the values of a part of it."""
+    """Return the points of a way's metric, with intervals, over `key`, a part of the setting."""
     points = []
     for row in rows.rows.values():
         point_setting = setting | {key: row["setting"].get(key)}
@@ -654,9 +662,10 @@ def points_over(rows: Rows, way: str, metric: str, key: str, setting: Setting) -
 
 
 def curves_of(rows: Rows, definition: dict[str, Any]) -> Curves:
-    """Return the points of a figure of its ways, or of the table's, by the label and the kind of their
-    curve: of a metric over a part of the setting, or over another metric, joined for ways of one kind
-    (periodic:64, periodic:16), which their points name; else of a series. A label can be `legend`'s."""
+    """Return the curves of a figure, for its own `ways` or else for the table's. The metric `y` is
+    drawn over a part of the setting (`over`), or over another metric (`x`), where one curve joins
+    ways of one kind (periodic:64, periodic:16) and its points are named; else it is a series.
+    `legend` may change a label."""
     curves: Curves = {}
     legend = definition.get("legend", {})
     metric, ways = definition["y"], definition.get("ways", rows.definition["table"]["ways"])
@@ -678,7 +687,7 @@ def curves_of(rows: Rows, definition: dict[str, Any]) -> Curves:
 
 
 def draw_figures(rows: Rows, folder: Path) -> None:
-    """Draw the study's figures, in which ways of one kind look alike, and no others."""
+    """Draw the study's figures. Ways of one kind look alike in all of them; others never do."""
     kinds: dict[str, int] = {}
     for name, definition in rows.definition.get("figures", {}).items():
         curves = curves_of(rows, definition)
@@ -688,12 +697,12 @@ def draw_figures(rows: Rows, folder: Path) -> None:
 
 
 def plot_curves(curves: Curves, kinds: dict[str, int], axes: Any) -> None:
-    """Plot curves, and name the points of those that join several ways. kinds: the number of each kind
-    that is drawn already, to which new ones are added."""
+    """Plot curves, and name the points of those that join several ways. kinds: a number for each
+    kind drawn so far; new kinds are added."""
     sides = itertools.cycle((above, below, left))
     for (label, kind), points in curves.items():
         style = line_style(kinds.setdefault(kind, len(kinds)))
-        step = max(1, len(points) // 10)  # of a series not every point has a marker
+        step = max(1, len(points) // 10)  # in a long series only some points have a marker
         if step > 1:
             style["linestyle"] = "-"
         x, y = [point.x for point in points], [point.y for point in points]
@@ -725,5 +734,6 @@ def left(point: Point) -> dict[str, Any]:
 
 
 def beside(x: float, y: float, offset: tuple[int, int], **alignment: str) -> dict[str, Any]:
-    """Return what axes.annotate() takes for words so many points of a page away from x, y."""
+    """Return the arguments of axes.annotate() for words at an offset from x, y, in typographic
+    points."""
     return {"xy": (x, y), "xytext": offset, "textcoords": "offset points"} | alignment

@@ -1,4 +1,4 @@
-"""Rewrite the figures of README.md, which its marks name, and the tables of studies/README.md and
+"""Rewrite the figures that the marks in README.md name, and the tables of studies/README.md and
 pocket/README.md from the recorded results: `python3 -m studies.pages`."""
 
 import itertools
@@ -17,7 +17,7 @@ from support.files import read_csv, read_json, read_text, write_text
 from support.tables import Table, page
 
 ROOT = Path(__file__).resolve().parent.parent
-GOALS = (  # of the pocket model's training: a share is at least so large, nats are at most
+GOALS = (  # of pocket's training: lower limits of shares, upper limits of nats and ratios
     ("recall of early facts, in unseen wordings", "recall_share", 0.8),
     ("closed book: facts of its world, in unseen wordings", "closed_book_share", 0.995),
     ("stories that hold together, greedy", "coherent_share", 0.5),
@@ -48,12 +48,13 @@ def verdict(study: str, words: str) -> str:
 
 
 def record(file: str) -> Any:
-    """Return the content of a JSON file, the last by name of those that a name with wildcards fits."""
+    """Return the content of a JSON file; a name with wildcards stands for the last match by
+    name."""
     return json.loads(read_text(sorted(ROOT.glob(file))[-1]))
 
 
 def benchmark(name: str) -> Any:
-    """Return the newest record of a benchmark, such as "summary", of one thread."""
+    """Return the newest one-thread record of a benchmark, such as "summary"."""
     return record(f"benchmarks/results/*-1-thread/{name}.json")
 
 
@@ -64,7 +65,7 @@ def claims_of(source: str, section: str = "") -> str:
 
 
 def pocket_goals() -> str:
-    """Return the figures of the pocket model, and what was to be reached."""
+    """Return the pocket model's figures beside the goals of its training."""
     figures = read_json(ROOT / "pocket" / "teacher" / "figures.json")
     figures["later"] = figures["perplexity_after_512"] / figures["perplexity_before_512"]
     rows = []
@@ -109,10 +110,10 @@ def table(study: str) -> str:
     return page(table_of(rows(study)), markdown=True)
 
 
-NAMES: dict[str, Callable[..., object] | None] = {  # that the pages' templates may call
+NAMES: dict[str, Callable[..., object] | None] = {  # what the pages' templates may call
     "benchmark": benchmark,
     "claims": claims_of,
-    "demo": None,  # by benchmarks/pages.py
+    "demo": None,  # filled in by benchmarks/pages.py
     "figure": figure,
     "format": format,
     "generations": pocket_goals,

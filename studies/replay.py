@@ -1,7 +1,7 @@
 """Hit rates over a trace of requests: what a store's index would find, at a given capacity in blocks.
 
-The index is in memory, and does what support/store.py does: runs of blocks are never split, and the least recently
-used run that nothing continues goes first.
+The index is in memory and follows the rules of support/store.py: runs of blocks are never split,
+and the least recently used run that no other run continues is evicted first.
 
 TRACE: requests as JSON, one per line, with input_length and hash_ids, the prefix-chained ids of their
 blocks of 512 tokens. Source: Qin et al. 2024, "Mooncake: A KVCache-centric Disaggregated Architecture
@@ -33,8 +33,8 @@ class Request(NamedTuple):
 
 
 def read_trace(path: Path) -> list[Request]:
-    """Return the requests of a trace in Mooncake's format. Raises ValueError, with the line, if it isn't one,
-    or if it is no regular file."""
+    """Return the requests of a trace in Mooncake's format. Raises ValueError, with the line, if it
+    isn't in that format, or if it is no regular file."""
     requests = []
     for number, line in enumerate(read_text(path).splitlines(), 1):
         if not line.strip():
@@ -42,7 +42,7 @@ def read_trace(path: Path) -> list[Request]:
         where = f"{path}, line {number}"
         entry = parse_json(line, where, input_length=int, hash_ids=list)
         tokens = entry["input_length"]
-        blocks = tuple(map(str, entry["hash_ids"]))  # whatever names a block
+        blocks = tuple(map(str, entry["hash_ids"]))  # ids of any type
         if not 0 < tokens <= BLOCK * len(blocks) < tokens + BLOCK:
             raise ValueError(f"{where}: {tokens} tokens don't make {len(blocks)} blocks of {BLOCK}")
         requests.append(Request(tokens, blocks))
@@ -52,17 +52,18 @@ def read_trace(path: Path) -> list[Request]:
 
 
 class Index:
-    """Runs of blocks, none of them split; the least recently used run that nothing continues is evicted first."""
+    """Runs of blocks, which are never split. The least recently used run that no other continues is
+    evicted first."""
 
     def __init__(self, capacity: float) -> None:
         self.capacity = capacity  # in blocks
         self.block_count = 0
-        # By their first block, whose id says what comes before it. Oldest first, and each run before that which it
-        # continues: the first has none that continues it.
+        # Runs by their first block, whose id also stands for all blocks before it. The least
+        # recently used comes first, and a run comes before the run that it continues.
         self.runs = OrderedDict()
 
     def put(self, blocks: tuple[str, ...]) -> int:
-        """Store blocks, as far as they fit; return how many of them were there."""
+        """Store as many blocks as fit; return how many of them were there before."""
         path, stored_count = [], 0
         while stored_count < len(blocks) and blocks[stored_count] in self.runs:
             path.append(blocks[stored_count])
@@ -88,12 +89,12 @@ class Index:
 
 
 def hit_rates(requests: list[Request], capacity: float) -> dict[str, float]:
-    """Run an Index over a trace, with room for some blocks; return the shares that were found.
+    """Run an Index with room for `capacity` blocks over a trace; return the shares that were found.
 
     Of a prompt that is stored whole, the last token still has to be read.
     """
     index = Index(capacity)
-    counts = np.zeros((2, 3))  # found, of all: blocks, tokens, requests
+    counts = np.zeros((2, 3))  # found and all: blocks, tokens, requests
     for tokens, blocks in requests:
         found_blocks = index.put(blocks)
         counts[0] += found_blocks, min(found_blocks * BLOCK, tokens - 1), found_blocks > 0
@@ -128,7 +129,7 @@ def replay_trace(path: Path, capacities: Sequence[int], folder: Path) -> None:
 
 
 def draw_hit_rates(csv_file: Path) -> None:
-    """Draw hit rates against capacity, as replay() has written them."""
+    """Draw hit rates against capacity, as replay_trace() has written them."""
     *limited, unlimited = read_csv(csv_file)
     capacities = [int(row["capacity_blocks"]) for row in limited]
     name, block_count = csv_file.stem.removeprefix("replay_"), int(unlimited["tokens"]) // BLOCK

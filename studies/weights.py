@@ -1,9 +1,9 @@
 """Real weights: `python3 -m studies.weights` shows that the lecture files agree on them, and repeats two studies.
 
-GPT-2 (0.5 GB) and DialoGPT-medium (0.9 GB) are downloaded on first use. The recycling paper's experiment runs on its
-own model, and the projection study on data/capitals.csv, pairs of questions about a capital in other words, each after
-two answered ones; their results go into one folder.
-`python3 load_gpt2_weights.py gpt2 --verify` compares the text with published continuations.
+GPT-2 (0.5 GB) and DialoGPT-medium (0.9 GB) are downloaded on first use. The recycling paper's
+experiment runs on its own model, and the projection study on data/capitals.csv, pairs of questions
+that ask for a capital in different words, each after two answered ones; their results go into one
+folder. `python3 load_gpt2_weights.py gpt2 --verify` compares the text with published continuations.
 """
 
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from support.tables import table
 DIALOGUE_MODEL = "microsoft/DialoGPT-medium"  # the model of the recycling study
 PROMPT = "Explain machine learning in simple terms."  # the first that the recycling paper stores
 
-# By file: its generate() and its model, and what makes a cache for a context.
+# By file: its generate(), its model, and a function that makes a cache for a context.
 LECTURE_FILES = {
     "gpt_baseline.py": (gpt_baseline, None),
     "gpt_kv_cache.py": (gpt_kv_cache, lambda n_ctx: gpt_kv_cache.KVCache()),

@@ -1,6 +1,7 @@
-"""Where the tests compute: on every device that is there, or with `--device` on one.
+"""Where the tests compute: on the CPU and on a CUDA GPU, if there is one, or where `--device` says.
 
-Before torch starts: its waiting threads must not spin, which slows everything down where a core is shared.
+OMP_WAIT_POLICY is set before torch starts, so that its waiting threads don't spin: that slows
+everything down where processes share a core.
 """
 
 import os
@@ -25,7 +26,7 @@ DEVICES = {
     pretended_device.NAME: True,
 }
 BY_DEFAULT = ("cpu", "cuda")
-SKIPPED: list[str] = []  # tests, and why
+SKIPPED: list[str] = []  # tests, and why they were skipped
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--no-skips",
         action="store_true",
-        help="fail if a test is skipped for another reason than that there is no GPU",
+        help="fail if a test is skipped for any reason but a missing GPU",
     )
 
 

@@ -34,8 +34,9 @@ KINDS = ("GPT-2", "Llama")  # what every method takes
 
 
 def of_kind(kind: str, config: GPTConfig) -> GPTConfig | LlamaConfig:
-    """Return a GPT-2's config, or that of a Llama of its sizes and heads of keys: twice as many heads
-    read them, and even the slowest pair turns within a short text."""
+    """Return a GPT-2's config, or that of a Llama with its sizes and as many key-value heads. The
+    Llama has twice as many query heads, and even its slowest pair rotates noticeably in a short
+    text."""
     if kind == "GPT-2":
         return config
     names = ("vocab_size", "n_ctx", "n_layer", "n_embd", "n_inner")
@@ -46,7 +47,7 @@ def of_kind(kind: str, config: GPTConfig) -> GPTConfig | LlamaConfig:
 
 
 def class_of(config: GPTConfig | LlamaConfig) -> type[nn.Module]:
-    """Return the model that a config is of."""
+    """Return the class of the model that a config describes."""
     return Llama if isinstance(config, LlamaConfig) else GPT
 
 
@@ -95,7 +96,7 @@ class Ran(NamedTuple):
 
 
 def run(main: Callable, *words: object) -> Ran:
-    """Call a script's main() with its words, in this process."""
+    """Call a script's main() with the words of a command line, in this process."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     with redirect_stdout(out), redirect_stderr(err):
         try:
@@ -124,7 +125,7 @@ def start(command: str) -> Ran:
 
 
 def refused(ran: Ran, *words: str) -> None:
-    """A script ended with status 2 and a single sentence, which holds the words."""
+    """Fail unless a script ended with status 2 and a single sentence, which holds the words."""
     assert ran.code == 2 and ran.err.count("\n") == 1
     assert all(word in ran.err for word in words), ran.err
 

@@ -1,6 +1,6 @@
 """A second device without a GPU: its tensors say that they are elsewhere, compute on the CPU, and
 refuse to meet the CPU's. That finds what a GPU would refuse: a mask or a position left behind. It
-proves where tensors are; not what a GPU's kernels compute, nor where random generators are.
+proves where tensors are, but not what a GPU's kernels compute, nor where random generators are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from support import cli
 
-NAME = "lazy"  # a type of device that PyTorch knows, and no build for CPUs has
+NAME = "lazy"  # a type of device that PyTorch knows, and that no build for CPUs has
 aten = torch.ops.aten
 COPIES = {aten.copy_.default, aten._to_copy.default}  # from one device to another
 INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}  # by the CPU's too
@@ -64,14 +64,14 @@ CPU = torch.Generator  # the class, before it is replaced
 
 
 class Generator(CPU):
-    """A random generator: of the CPU, wherever it says it is, since PyTorch doesn't tell which."""
+    """A random generator of the CPU, also where one of the pretended device is asked for."""
 
     def __new__(cls, device: torch.device | str = NAME) -> torch.Generator:
         return CPU("cpu" if torch.device(device).type == NAME else device)
 
 
 class Mode(TorchDispatchMode):
-    """Within, tensors can be made on the pretended device."""
+    """A context in which tensors can be made on the pretended device."""
 
     def __torch_dispatch__(
         self, function: Any, _: Any, args: tuple = (), kwargs: dict | None = None
@@ -80,8 +80,9 @@ class Mode(TorchDispatchMode):
 
 
 class Functions(TorchFunctionMode):
-    """What a Mode isn't asked: lists that become tensors, in torch.tensor() and as indices; and out=,
-    for which a new tensor is made, since one that is held elsewhere keeps its shape."""
+    """A context for the calls that don't reach a Mode: lists that become tensors, in torch.tensor()
+    and as indices; and out=, for which a new tensor is made, since one that is held elsewhere keeps
+    its shape."""
 
     def __init__(self, default: str) -> None:
         super().__init__()
@@ -146,7 +147,8 @@ def computed(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 @contextmanager
 def pretended(monkeypatch: pytest.MonkeyPatch, default: bool = True) -> Iterator[None]:
-    """Within, tensors can be made on the pretended device; by default they are made nowhere else."""
+    """Enter a context in which tensors can be made on the pretended device; by default, they are
+    made nowhere else."""
     monkeypatch.setattr(torch, "Generator", Generator)
     monkeypatch.setattr(cli, "device_of", lambda _: NAME)
     torch.__future__.set_swap_module_params_on_conversion(True)  # .data can't replace what is held

@@ -40,7 +40,7 @@ def apply(old: list[str], changes: list[Hunk]) -> list[str]:
     the first such line, the line that should be there, and the one that is (if the text ends before, "end").
     """
     # exercise 0.2
-    new, read = [], 0  # lines of old that are done with
+    new, read = [], 0  # lines of old that are dealt with
     for at, gone, come in changes:
         for i, line in enumerate(gone, start=at):
             if old[i : i + 1] != [line]:

@@ -1,6 +1,6 @@
-"""Chapter 6 on the real model: `summaries`, the first token if summary tokens stand for a prompt, and `leak`, how a
-split of prompts that isn't one of families finds a relation that isn't there. From the project's folder:
-`python3 -m chapters.06_projector.look summaries`.
+"""Chapter 6 on the real model: `summaries`, the first token if summary tokens stand for a prompt,
+and `leak`, how splitting prompts without regard to families finds a relation that isn't there. From
+the project's folder: `python3 -m chapters.06_projector.look summaries`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from studies.projection.ways import divergence
 from support.regression import ridge
 from support.tables import table
 
-QUESTIONS = 24  # asked
-BANK_PROMPTS = 40  # of training, for their queries
+QUESTIONS = 24  # questions asked
+BANK_PROMPTS = 40  # training prompts, for their queries
 PENALTY = 0.01  # of the ridge in leak()
 
 
 def summaries(model: GPT, tokenizer: tiktoken.Encoding) -> None:
-    """Print KL of the first token after questions, on summary tokens of three prompts and by these prompts' logits."""
+    """Print KL of the first token after questions, with summary tokens of three prompts, and with
+    these prompts' logits."""
 
     def prefill_of(question: corpus.Question) -> Prefill:
         return prefill(model, tokenizer.encode(question.prompt))
@@ -82,8 +83,8 @@ def next_of_kind(family: Family, candidates: list[Family]) -> Family:
 
 
 def leak(model: GPT, tokenizer: tiktoken.Encoding) -> None:
-    """Print how well a number is predicted that was drawn by lot for each family, from the hidden state of its prompts:
-    with prompts held out, and with families held out."""
+    """Print how well a number that was drawn at random for each family is predicted from its
+    prompts' hidden states: with prompts held out, and with families held out."""
     families = [family[:4] for family in corpus.quiz_families("train", header=0)[:100]]
     prompts = [(i, question.prompt) for i, family in enumerate(families) for question in family]
     family_numbers = [i for i, _ in prompts]

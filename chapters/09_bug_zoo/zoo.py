@@ -49,7 +49,8 @@ for family, prefix in (("the ring", "ring"), ("BCT's sums", "bct"), ("others", "
     FAMILIES[family] = " ".join(
         name for name in BUGS if name.startswith(prefix) and name not in LISTED
     )
-# The beginning of the SHA-256 of a mutant's name: the solution of exercise 9.1 is not to be read here.
+# The beginning of the SHA-256 of a mutant's name, so that the solution of exercise 9.1 can't be
+# read here.
 SPECIMENS = {
     "A": "20045b69",
     "B": "165c0b01",
@@ -148,7 +149,7 @@ def survey(impl: ModuleType) -> dict[str, list[bool]]:
 def main() -> None:
     cli = CommandLine(__doc__, example="python3 chapters/09_bug_zoo/zoo.py --all")
     cli.add_argument(
-        "--impl", choices=("exercise", "solution"), default="exercise", help="whose checks"
+        "--impl", choices=("exercise", "solution"), default="exercise", help="file of the checks"
     )
     cli.add_argument("--all", action="store_true", help="name all mutants")
     with cli.parse() as args:

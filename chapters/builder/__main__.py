@@ -30,8 +30,8 @@ EXERCISE = re.compile(r"( *)# (exercise [\d.]+)")
 
 
 def stub_of(solution: str) -> str:
-    """Return the exercise: the solution without the bodies that begin with a comment "exercise N.M", which say so
-    instead, and without what is named _like_this, the solution's own."""
+    """Return the exercise: the solution without names that begin with "_", and with a
+    NotImplementedError in place of each body that begins with a comment "exercise N.M"."""
     lines = solution.splitlines()
     definitions = ast.FunctionDef | ast.ClassDef
     nodes = [node for node in ast.walk(ast.parse(solution)) if isinstance(node, definitions)]
@@ -50,8 +50,8 @@ def stub_of(solution: str) -> str:
 
 
 def build_files(numbers: list[int]) -> dict[Path, str]:
-    """Return the generated files of these chapters, or of all and what is made of all, as they should be; exercises
-    aside."""
+    """Return the generated files of these chapters as they should be, without exercises. No
+    numbers: the files of all chapters, and those that are made from all of them."""
     chapters = chapter_folders(numbers)
     readme_paths = [chapter / "README.md" for chapter in chapters]
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # their commands take most of the time
@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> None:
         nargs="*",
         type=whole_number(0),
         metavar="N",
-        help="of these chapters; default: all",
+        help="chapters to build; default: all",
     )
     cli.add_argument(
         "--check", action="store_true", help="write nothing; fail if anything is stale"
@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument(
         "--stubs",
         action="store_true",
-        help="every exercise.py too: what was done there, and in two_hours.ipynb, is lost",
+        help="write every exercise.py too: work in these and in two_hours.ipynb is lost",
     )
     with cli.parse(argv) as args:
         files = build_files(args.chapters)

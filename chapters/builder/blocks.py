@@ -1,4 +1,4 @@
-"""What the marks of a chapter's README.md may call, support/blocks.py says how marks read:
+"""What the marks of a chapter's README.md may call (support/blocks.py says how marks are written):
 
   code(file, name, first, last)    the source of a class, function or method; or its lines from the one that contains
                                    `first` to the next that contains `last` (or that line alone)
@@ -35,7 +35,8 @@ ROOT = CHAPTERS.parent
 
 
 def chapter_folders(numbers: list[int]) -> list[Path]:
-    """Return the folders of these chapters, or of all. Raises ValueError if there is none of a number."""
+    """Return the folders of these chapters, or of all. Raises ValueError if a number has no
+    chapter."""
     folders = {}
     for path in sorted(CHAPTERS.glob("[0-9]*_*")):
         folders[int(path.name.partition("_")[0])] = path
@@ -116,7 +117,7 @@ def location(file: str, first: int, count: int) -> str:
 
 
 def diff(old: str, new: str, number: int, last: int = 0) -> str:
-    """Return hunks as a block of what goes and what comes."""
+    """Return hunks as a block of removed and added lines."""
     changes, lines = find_hunks(old, new), []
     end = last or number
     if not 0 < number <= end <= len(changes):
@@ -154,7 +155,7 @@ def output_of(command: str) -> str:
 
 
 def output(command: str, *words: str) -> str:
-    """Return a command, perhaps with more words, which no shell splits, and what it prints."""
+    """Return a command and what it prints. words: further arguments, which no shell splits."""
     command = shlex.join([*shlex.split(command), *words])
     text = "\n".join(line.rstrip() for line in output_of(command).strip("\n").splitlines())
     return f"```text\n$ {command}\n{text}\n```"
@@ -166,7 +167,7 @@ def chapter_pictures(chapter: Path) -> dict[str, Callable[[], str]]:
 
 
 def picture(chapter: Path, name: str) -> str:
-    """Return an image of the chapter's pictures.py; the file is written by build()."""
+    """Return an image of the chapter's pictures.py; the builder writes the file."""
     svg = chapter_pictures(chapter)[name]()
     alt = html.unescape(re.search(r"<desc>(.*?)</desc>", svg, re.S).group(1))
     return f"![{alt}]({name}.svg)"

@@ -15,7 +15,8 @@ PROMPT, STEPS = "The month in which", 7
 
 
 def half_picture(heading: str, module: ModuleType, **options: KVCache) -> dict[str, Any]:
-    """Return what a half of the picture shows: each step of the text's writing, its tokens computed, and their sum."""
+    """Return what one half of the picture shows: the steps of a generation, the tokens that each
+    computes, and their total."""
     tokenizer = load_tokenizer("pocket")
     ids, steps, computed = tokenizer.encode(PROMPT), [], []
     model = load_model("pocket", model_class=module.GPT)

@@ -127,7 +127,8 @@ class Notebook:
         self.add_code(f"run({json.dumps(command)})", recorded)
 
     def add_exercise(self, number: str, names: list[str], solution: Path, stub: str) -> None:
-        """Add the definitions that an exercise asks for, which join `names` unless they are there, and their test."""
+        """Add a cell with the definitions that an exercise asks for and `names` lacks, and a cell
+        with their test; add the definitions' names to `names`."""
         lines, cell_text = stub.splitlines(), []
         for node in ast.parse(stub).body:
             text = "\n".join(lines[first_line(node) - 1 : node.end_lineno])
@@ -203,6 +204,7 @@ def make_notebook(files: dict[Path, str], stub_of: Callable[[str], str]) -> str:
 
 
 def has_work(new: str) -> bool:
-    """Whether fewer exercises are left to write in the notebook that is there than in a new one: it was worked in."""
+    """Return whether somebody has worked in the existing notebook: it has fewer exercises left to
+    write than a new one."""
     unwritten = "raise NotImplementedError("
     return FILE.exists() and read_text(FILE).count(unwritten) < new.count(unwritten)

@@ -17,9 +17,9 @@ PAIRS = (
     ("gpt_kv_cache.py", "gpt_bounded_cache.py"),
     ("gpt_kv_cache.py", "llama_kv_cache.py"),
 )
-NEARBY_LINES = 3  # equal lines beside a hunk that stay in sight
+NEARBY_LINES = 3  # equal lines beside a hunk that are shown
 SHOWN_LINES = 6  # so many equal lines between two hunks are all shown
-LEAST_LIKENESS = 0.5  # lines are versions of each other from here on
+LEAST_LIKENESS = 0.5  # lines that are at least this alike are versions of each other
 WORDS = re.compile(
     r'^<!-- (?:about|\{\{ diff)\("(\S+)", "(\S+)", (\d+)(?:, (\d+))?\)(?: \}\})? -->\n(.*?)(?=\n\n)',
     re.M | re.S,
@@ -29,7 +29,8 @@ LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
 
 
 def margin_words(chapters: dict[Path, str]) -> dict[tuple[str, str], dict[int, list[str]]]:
-    """Return, by files and the number of a hunk, what the texts of the chapters' README.md say of it."""
+    """Return what the chapters' README.md files say of each hunk, by its two files and its
+    number."""
     words_by_hunk: dict[tuple[str, str], dict[int, list[str]]] = {pair: {} for pair in PAIRS}
     for path, text in chapters.items():
         folder = path.parent.name
@@ -96,7 +97,8 @@ def two_columns(old: str, new: str, words_by_hunk: dict[int, list[str]]) -> dict
 def align_lines(
     old: list[str], new: list[str], old_range: range, new_range: range
 ) -> list[tuple[int | None, int | None]]:
-    """Return which of lines a and b share a row: the two most alike, and then so above and below them."""
+    """Return which old and new lines share a row: the two that are most alike, then in the same way
+    those above and those below them."""
     pairs = (
         (compare_lines(old[old_index], new[new_index])[0], old_index, new_index)
         for old_index in old_range

@@ -30,7 +30,8 @@ def cells(
 
 
 def placed(row: Sequence[Cell]) -> list[tuple[str, str, int, int]]:
-    """Return each cell's text and kind, the columns to the left of it, and its own."""
+    """Return each cell's text, its kind, the number of columns to its left, and its width in
+    columns."""
     cells, column = [], 0
     for word, kind, *columns in row:
         cells.append((word, kind, column, *(columns or [1])))

@@ -1,17 +1,18 @@
 """The KV cache article's figures: 200 tokens after "Hello, I am" at 124M, 16 tokens after longer
-prompts, and its window of two lines.
+prompts, and its sliding window, which is two lines of code.
 
 `python3 -m studies.article` takes about ten minutes on one thread. Weights are random, as in the
-article: times don't depend on them, and every way gets the same ones.
+article, since times don't depend on them; all ways share them.
 
-Ways: without a cache, with the logits of all positions, as in the article's code, or of the last
-one; with a growing and a preallocated cache; and four ways to feed a text to the two lines.
+Ways: without a cache, computing the logits of all positions, as the article's code does, or of the
+last one only; with a growing and a preallocated cache; and four ways to feed a text to the two
+lines.
 
-seconds        of the 200 tokens
-time           in units of the growing cache's of the same turn: of the 200 tokens; after longer
-               prompts, of the tokens after the first
-same           the share of tokens that are written without a cache, too
-bytes, each    of the cache at the end, and of each of its tokens
+seconds        to write the 200 tokens
+time           over the growing cache's in the same turn: for the 200 tokens, or, after longer
+               prompts, for all new tokens but the first
+same           share of tokens equal to those written without a cache
+bytes, each    bytes of the cache at the end, in all and per token
 wrong          the share of positions whose logits differ from attention to the window's tokens
 
 Source: Raschka 2025, "Understanding and Coding the KV Cache in LLMs from Scratch".
@@ -42,7 +43,7 @@ MODULES = {
     "growing": gpt_kv_cache,
     "preallocated": gpt_bounded_cache,
 }
-# What the two lines are tried on.
+# The model, window and text on which the two lines are tried.
 SMALL_GEOMETRY = "4x4x64"
 WINDOW = 8
 TEXT_LENGTH = 40
@@ -87,8 +88,8 @@ def write_timed(
 def measure_times(
     rows: Rows, ways: list[str], geometry: str, new_tokens: int, turns: int, setting: dict[str, int]
 ) -> None:
-    """Append the figures of new tokens after the article's prompt, or after as many random tokens
-    as the setting says."""
+    """Append the figures of writing new tokens after the article's prompt, or after a prompt of as
+    many random tokens as the setting says."""
     prompt_length = setting.get("after")
     models = {way: random_model(MODULES[way].GPT, geometry) for way in ways}  # with equal weights
     ids = torch.tensor([Numbers().encode(PROMPT)])  # in GPT-2's tokens
@@ -125,9 +126,9 @@ def measure_times(
 
 
 class TwoLines(KVCache):
-    """The article's window, cache_k = cache_k[:, :, -window_size:, :], on its cache that grows:
-    what it holds is cut before attention reads it. counts_positions: positions go on as by its
-    current_pos; else they begin at its cache's length."""
+    """The article's sliding window, cache_k = cache_k[:, :, -window_size:, :], on its growing
+    cache: the cache is cut before attention reads it. counts_positions: whether positions count all
+    tokens read, as the article's current_pos does; else they begin at the cache's length."""
 
     def __init__(self, window: int, counts_positions: bool) -> None:
         super().__init__()
@@ -152,8 +153,8 @@ class TwoLines(KVCache):
 @torch.no_grad()
 def wrong_shares_of_two_lines() -> dict[str, float]:
     """Return, for four ways of feeding one text, the share of positions whose logits differ from
-    attention to the last WINDOW tokens; of a chunk its last position counts, which writes the next
-    token."""
+    attention to the last WINDOW tokens. In a chunk only the last position counts, since it predicts
+    the next token."""
     model = random_model(gpt_bounded_cache.GPT, SMALL_GEOMETRY)
     for parameter in model.parameters():
         parameter.mul_(3)  # else the logits of an untrained model hardly depend on what it reads
@@ -181,7 +182,7 @@ def wrong_shares_of_two_lines() -> dict[str, float]:
 
 
 def measure(rows: Rows, quick: bool) -> None:
-    """Measure what the rows lack."""
+    """Measure every figure that has no row yet."""
     geometry, new_tokens, turns = QUICK if quick else FULL
     if rows.ways_due(["chunks"], "wrong"):
         rows.set_conditions(

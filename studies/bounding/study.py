@@ -2,17 +2,17 @@
 
 `python3 -m studies.bounding` takes about ten minutes on one thread; `studies.recall` and
 `studies.pretraining` add models that are built with a memory, and `studies.lengths` its time.
-`python3 gpt_bounded_cache.py` shows one text in all memories, by demo() below.
+`python3 gpt_bounded_cache.py` runs demo() below, which shows one text in all memories.
 
 Ways: full attention; window and sinks, with as many bytes as a BCT's memory; ours, a BCT by our
-rule, fine-tuned for it, where the others run on pocket as it is. Metrics, on held-out texts:
+rule. Pocket is fine-tuned for ours; the other ways use it as it is. Metrics, on held-out texts:
 
-perplexity, above   of documents; by which share it is above full attention's
-long                perplexity of texts longer than the context; of their tokens up to one, since
-                    the one before
-bleu, lost          of explanations, against the corpus's own; points lost to full attention
-facts               share of the questions answered right on facts that were stated early
-bytes               of a text's cache
+perplexity, above   perplexity of documents, and the share by which it exceeds full attention's
+long                perplexity of texts longer than the context; in the setting tokens=n, of one
+                    stretch of them that ends at token n
+bleu, lost          BLEU of explanations against the corpus's own, and points below full attention's
+facts               share of questions about facts stated early that are answered right
+bytes               bytes of one text's cache
 
 Source: Yi et al. 2024 (BCT).
 """
@@ -39,7 +39,7 @@ from support.tokenizers import END_OF_TEXT
 
 
 class Size(NamedTuple):
-    """How many held-out texts are read, and of how many contexts the long ones are."""
+    """How many held-out texts are read, and how many contexts long the long ones are."""
 
     documents: int = 150
     facts: int = 150
@@ -56,10 +56,10 @@ QUICK = Size(documents=8, facts=8, explanations=4, long_texts=2, contexts=2)
 
 @torch.no_grad()
 def stream_losses(memory: Memory, ids: Tensor, chunk: int = 128) -> Tensor:
-    """Return the nats (B, T - 1) of all tokens of ids (B, T) but the first, read as generate()
-    reads: any length."""
+    """Return the loss in nats (B, T - 1) of every token of ids (B, T) but the first. Texts may have
+    any length: they are read as generate() reads them."""
     model, cache = memory.model, memory.make_cache(ids.size(1))
-    context = model.context  # a BCT's has no end
+    context = model.context  # a BCT's is unlimited
     losses = []
     context_begin = read_tokens = 0
     while read_tokens < ids.size(1) - 1:
@@ -75,20 +75,20 @@ def stream_losses(memory: Memory, ids: Tensor, chunk: int = 128) -> Tensor:
 
 
 def perplexity_rise(nats_and_tokens: np.ndarray) -> np.ndarray:
-    """Return by which share the first perplexity is above the second (...,) of nats and tokens
-    (..., texts, 2, 2)."""
+    """Return the share (...,) by which the first perplexity exceeds the second, from the nats and
+    tokens (..., texts, 2, 2) of both."""
     return perplexity(nats_and_tokens[..., 0, :]) / perplexity(nats_and_tokens[..., 1, :]) - 1
 
 
 def bleu_loss(counts: np.ndarray) -> np.ndarray:
-    """Return by how many points the first BLEU is below the second (...,) of counts
-    (..., texts, 2, 10)."""
+    """Return the points (...,) by which the first BLEU is below the second, from the counts (...,
+    texts, 2, 10) of both."""
     return bleu(counts[..., 1, :]) - bleu(counts[..., 0, :])
 
 
 class Remembered(NamedTuple):
-    """What a memory knows of held-out texts: nats and tokens (documents, 2), and the counts that
-    BLEU is made of (explanations, 10)."""
+    """How well a memory predicts held-out texts: nats and tokens (documents, 2), and the counts
+    from which BLEU is computed (explanations, 10)."""
 
     nats: np.ndarray
     bleu_counts: np.ndarray
@@ -97,7 +97,8 @@ class Remembered(NamedTuple):
 def explanation_counts(
     memory: Memory, tokenizer: Any, questions: list[corpus.Question]
 ) -> np.ndarray:
-    """Return the counts (questions, 10) that BLEU is made of, of the answers written with a memory."""
+    """Return the counts (questions, 10) from which BLEU is computed, for answers written with a
+    memory."""
     counts = []
     for question in questions:
         ids = torch.tensor([tokenizer.encode_ordinary(question.prompt)])
@@ -115,7 +116,7 @@ def measure_quality(
     tokenizer: Any,
     size: Size,
 ) -> None:
-    """Append what those memories that are due remember of held-out texts; the first is full
+    """Append the figures of the memories that are due, on held-out texts. The first memory is full
     attention, with which the others are compared."""
     documents = corpus.documents("test", size.documents)
     token_ids = [[*tokenizer.encode_ordinary(d.text), tokenizer.eot_token] for d in documents]
@@ -150,8 +151,8 @@ def measure_quality(
 
 
 def measure_long_texts(rows: Rows, memories: dict[str, Memory], tokenizer: Any, size: Size) -> None:
-    """Append the perplexity of texts that are longer than the context, whole and by distance from
-    their beginning."""
+    """Append the perplexity of texts that are longer than the context: of the whole texts, and by
+    distance from their beginning."""
     n_ctx = next(iter(memories.values())).config.n_ctx
     text_length, texts = size.contexts * n_ctx + 1, []
     for text_number in range(size.long_texts):

@@ -5,17 +5,17 @@ by token, so that every prediction is made from compressed tokens. All of it is 
 GPT-2, and on pocket-llama.
 
 Ways: those of compress.py, each sized for the text at hand; 2 bits the other way round (keys per
-token, values per channel); small norms from the third layer on; and on pocket two models that were
-trained to hold less: a BCT, which writes to a memory, and grouped heads, which are pocket-llama with
-full attention. Metrics, on held-out texts of 512 tokens unless said:
+token, values per channel); small norms from the third layer on; and, beside pocket, two models that
+were trained to hold less: a BCT, which writes to a memory, and grouped heads, which are
+pocket-llama with full attention. Metrics, on held-out texts of 512 tokens unless said:
 
-kl, above           of the predictions to the same model's with full attention, in nats; by which
-                    share the perplexity is above pocket's, or pocket-llama's, with full attention
+kl, above           KL to the same model's predictions with full attention, in nats; the share by
+                    which perplexity exceeds that of pocket, or pocket-llama, with full attention
 long                KL in the last 128 of 1,024 tokens
-facts               share of the questions answered right on facts that were stated early
-list                nats per token of a random list that is read the second time
+facts               share of questions about facts stated early that are answered right
+list                nats per token of a random list when it is read a second time
 each                bytes per token of a text of 512
-ms                  of a token after 512
+ms                  milliseconds to decode a token after 512
 
 Source: Liu et al. 2024 (KIVI); Devoto et al. 2024 (small norms).
 """
@@ -61,7 +61,7 @@ def small_norms_from_layer_three(length: int) -> KVCache:
     return cache
 
 
-# What makes a cache for so many tokens: all of compress.py, and what only this study compares.
+# Functions from a number of tokens to a cache: those of compress.py, and this study's own.
 CACHES = {way: kind.new_cache for way, kind in compress.CACHES.items()}
 CACHES |= {
     "swapped:2": lambda length: SwappedAxesCache(2),
@@ -81,8 +81,8 @@ def token_nats(logits: Tensor, ids: Tensor) -> Tensor:
 def measure_quality(
     rows: Rows, setting: dict[str, str], readers: dict[str, Memory], exact: Memory, divisor: int
 ) -> None:
-    """Append what the ways' predictions lose to an exact reader's. divisor: of the numbers of texts
-    and questions."""
+    """Append how much worse the ways predict than an exact reader. divisor: what the numbers of
+    texts and questions are divided by."""
     tokenizer = load_tokenizer("pocket")
     text_count = TEXT_COUNT // divisor
     texts = torch.tensor(held_out_rows(tokenizer, 120, LENGTH)[:text_count])
@@ -123,7 +123,7 @@ def measure_quality(
 
 @torch.no_grad()
 def milliseconds(model: nn.Module, way: str, turn: int, new_tokens: int = 16) -> float:
-    """Return the mean time of a new token after a prompt of LENGTH that is read at once."""
+    """Return the mean milliseconds of a new token after a prompt of LENGTH, read in one pass."""
     generator = torch.Generator().manual_seed(turn)
     ids = torch.randint(256, model.config.vocab_size, (1, LENGTH + new_tokens), generator=generator)
     cache = CACHES[way](LENGTH + new_tokens)
@@ -132,7 +132,7 @@ def milliseconds(model: nn.Module, way: str, turn: int, new_tokens: int = 16) ->
 
 
 def measure_times(rows: Rows, setting: dict[str, str], model: nn.Module, turns: int) -> None:
-    """Append the times, in turns, of those ways that lack them."""
+    """Append the times of the ways that have none yet; the ways take turns."""
     runs = {
         way: partial(milliseconds, model, way) for way in rows.ways_due(CACHES, "ms", **setting)
     }
@@ -144,7 +144,7 @@ def measure_times(rows: Rows, setting: dict[str, str], model: nn.Module, turns: 
 
 
 def measure(rows: Rows, quick: bool) -> None:
-    """Measure what the rows lack."""
+    """Measure every figure that has no row yet."""
     divisor, turns, chunk_length = (12, 1, 64) if quick else (1, TURNS, 1)
     models = {name: load_model(name) for name in ("pocket", "pocket-llama")}
     bct = load_model("pocket-bct", model_class=BCT)

@@ -1,15 +1,17 @@
 """When reuse pays: the time to the first token, cold and with a part of the prompt stored.
 
 `python3 -m studies.latency` takes about five minutes. Without --model, the model has GPT-2 124M's
-geometry and random weights, since times don't depend on them. A prompt of m tokens has k of them
-stored: a share of so many percent, or all but the last (100).
+geometry and random weights, since times don't depend on them. Of a prompt's m tokens, k are stored:
+a share in percent, where 100 means all but the last.
 
 first       milliseconds to the first token, restoring included
 restore     milliseconds to restore the cache
 saved       share of the time to the first token that is saved, turn by turn
-saved_all   the same to the last of 100 tokens, after the longest prompt that leaves room
-cost        time to restore all but the last token, as a share of reading the prompt: over prompts
-pays        stored tokens from which reuse pays if one is left to read, in powers of two
+saved_all   the same for the time to the last of 100 new tokens, after the longest prompt that
+            leaves room for them
+cost        time to restore all but the last token, as a share of the time to read the prompt; a
+            value for each length
+pays        fewest stored tokens, a power of two, from which on reuse pays if one is left to read
 """
 
 import os
@@ -33,11 +35,12 @@ STORED_PERCENTS = (0, 25, 50, 75, 90, 100)  # of a prompt; 100: all but its last
 PROMPT_LENGTHS, QUICK_LENGTHS = (64, 128, 256, 512, 1000), (128,)
 STORED_TOKENS = tuple(2**i for i in range(9))  # with one more token to read
 NEW_TOKENS = 100  # tokens written after a prompt, for times from end to end
-EQUAL_SHARE = 0.03  # ours: times to a first token that differ by less are equal
+EQUAL_SHARE = 0.03  # ours: times to a first token that differ by less count as equal
 
 
 def evict_from_page_cache(folder: Path) -> None:
-    """Let the operating system forget the content of files, so that they come from the disk."""
+    """Make the operating system drop files from its page cache, so that they are read from the
+    disk."""
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())  # only what is on the disk can be forgotten
@@ -46,7 +49,7 @@ def evict_from_page_cache(folder: Path) -> None:
 
 class Source(NamedTuple):
     """Where the cache of a prompt's beginning comes from: a store, if any, and whether its files
-    have to come from the disk."""
+    must be read from the disk."""
 
     store: Store | None
     from_disk: bool = False
@@ -71,7 +74,8 @@ def time_prompt(
 
 
 def measure(rows: Rows, model: GPT, model_name: str, lengths: Sequence[int], turns: int) -> None:
-    """Append the times of prompts of these lengths by where and how much of them is stored."""
+    """Append the times of prompts of these lengths, for each place and each share that is
+    stored."""
     n_ctx, generator = model.config.n_ctx, torch.Generator().manual_seed(0)
     lengths = [length for length in lengths if length <= n_ctx]
     cases = [(length, percent) for length in lengths for percent in STORED_PERCENTS]
@@ -115,7 +119,7 @@ def measure(rows: Rows, model: GPT, model_name: str, lengths: Sequence[int], tur
 def add_times(rows: Rows, setting: Setting, times: dict[str, np.ndarray]) -> None:
     """Append the seconds (3, turns) of each way: to restore, to the first token, and to the last."""
     cold_seconds = times["cold"][1]
-    # "cold" comes last: a case that has it is whole
+    # "cold" comes last: a case that has it is complete
     for way, (restore_seconds, first_seconds, _) in reversed(times.items()):
         saved = 1 - first_seconds / cold_seconds
         rows.add_values(way, setting, first=1e3 * first_seconds, saved=saved)
@@ -139,7 +143,7 @@ def add_costs(rows: Rows, model_name: str, lengths: Sequence[int]) -> None:
         if cost_shares:
             if largest_unpaid < measured_lengths[-1] - 1:
                 rows.add_values(way, {"model": model_name}, pays=[2 * largest_unpaid or 1])
-            # last: a way that has it is whole
+            # last: a way that has it is complete
             rows.add_values(way, {"model": model_name}, cost=cost_shares)
 
 

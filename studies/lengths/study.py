@@ -4,10 +4,10 @@
 n_ctx raised as far as needed. Weights are random, and the caches are filled with random numbers
 instead of 16,000 tokens: times don't depend on either.
 
-tps          tokens/s of decoding after so many tokens
-faster       times as fast as another cache, turn by turn
+tps          tokens/s of decoding after a number of tokens
+faster       how many times as fast as with another cache, compared turn by turn
 mb           megabytes of the cache
-share        of the growing cache's bytes
+share        bytes as a share of the growing cache's
 
 Source: Yi et al. 2024 (BCT).
 """
@@ -34,14 +34,14 @@ from support.layout import order_for_decoding
 from support.timing import run_in_turns
 
 LENGTHS, TURNS = (128, 1000, 4000, 16000), 5
-DECODED_TOKENS = 8  # tokens, of which the median counts; one more before them warms up
+DECODED_TOKENS = 8  # the median of so many tokens; one more before them warms up
 SMALL_GEOMETRY = {"vocab_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 16}
 FULL = ("GPT-2's geometry", {}, (24, 2048))  # and slots, of which 2,048 are the source's capacity
 QUICK = ("a small geometry", SMALL_GEOMETRY, (4,))
 
 
 def fill(model: GPT, length: int, cache: KVCache) -> KVCache:
-    """Return a cache after random keys and values of so many tokens were written to it."""
+    """Return a cache after the random keys and values of `length` tokens were written to it."""
     config, pos = model.config, torch.arange(length)
     kv = torch.randn(2, 1, config.n_head, length, config.head_dim)
     for layer in range(config.n_layer):
@@ -61,7 +61,7 @@ def preallocated_cache(model: GPT, length: int) -> KVCache:
 
 
 def bct_memory(model: BCT, length: int) -> BoundedMemory:
-    """Return a BCT's memory with random numbers in it, as after so many tokens."""
+    """Return a BCT's memory of random numbers, as if it had read `length` tokens."""
     memory = BoundedMemory()
     for block in model.h:
         slots, recent = block.memory.empty(torch.zeros(1, 1, 1))
@@ -74,14 +74,14 @@ def bct_memory(model: BCT, length: int) -> BoundedMemory:
 
 
 def milliseconds_per_token(model: GPT, make_cache: Callable, length: int, turn: int) -> float:
-    """Return the median time of a decoded token, with a new cache of so many tokens."""
+    """Return the median time of a decoded token, with a new cache of `length` tokens."""
     ids = torch.zeros(1, DECODED_TOKENS + 1, dtype=torch.long)
     _, pass_milliseconds = read_in_pieces(model, make_cache(model, length), ids)
     return statistics.median(pass_milliseconds[1:])
 
 
 def measure(rows: Rows, quick: bool) -> None:
-    """Append tokens/s and bytes of each cache at each length, all in turn."""
+    """Append tokens/s and bytes of each cache at each length; the caches take turns."""
     if not rows.ways_due(["growing"], "tps", after=LENGTHS[-1]):
         return
     geometry_name, geometry, slots = QUICK if quick else FULL

@@ -1,10 +1,10 @@
 """Language models built as BCTs, trained from scratch on pocket's text, beside other memories.
 
 `python3 -m studies.pretraining` takes about an hour on one core, and goes on where it was
-interrupted. Full attention, BCT by its source's sum rule and by ours, and a window of equal bytes,
-nearly of pocket's size, read the same batches from GPT-2's own starting weights. Metrics are those
-of studies.bounding, in the setting built=scratch. `studies.recall` shows how much a memory holds;
-this study shows its effect on text.
+interrupted. Four models of nearly pocket's size read the same batches, from GPT-2's own starting
+weights: full attention, BCT by its source's sum rule and by ours, and a window of equal bytes.
+Metrics are those of studies.bounding, in the setting built=scratch. `studies.recall` shows how much
+a memory holds; this study shows its effect on text.
 
 Source: Yi et al. 2024 (BCT).
 """
@@ -51,7 +51,7 @@ class Pretraining(Recipe):
 
 
 def recipe_of(way: str, steps: int, documents: int) -> Pretraining:
-    """Return the recipe of the model with this memory; the batches are those of all others."""
+    """Return the recipe of the model with this memory; all models read the same batches."""
     options = MEMORIES[way]
     config = BCTConfig(**GEOMETRY, **options) if options else GPTConfig(**GEOMETRY)
     window = window_of_equal_bytes(BCTConfig(**GEOMETRY, **MEMORY)) if way == "window" else 0
@@ -60,7 +60,8 @@ def recipe_of(way: str, steps: int, documents: int) -> Pretraining:
 
 
 def trained_memory(way: str, recipe: Pretraining, state_folder: Path) -> Memory:
-    """Return the trained model with its memory; its training is kept in a folder of its own."""
+    """Return the trained model with its memory. The state of training is kept in a folder of its
+    own."""
     model, _ = train(recipe, state_folder / way)
     new_cache = partial(SlidingWindowCache, recipe.window) if recipe.window else model.new_cache
     return Memory(way, model, lambda _: new_cache())
@@ -76,7 +77,7 @@ def measure(rows: Rows, quick: bool) -> None:
         return
     recipes = {way: recipe_of(way, steps, documents) for way in MEMORIES}
     state_folder = rows.path.parent / f"pretraining-{steps}"
-    ways = dict.fromkeys(["full", *due])  # with which the others are compared
+    ways = dict.fromkeys(["full", *due])  # the others are compared with "full"
     memories = {way: trained_memory(way, recipes[way], state_folder) for way in ways}
     _, tokens = steps_and_tokens(recipes["full"])
     rows.set_model_conditions(

@@ -1,5 +1,6 @@
-"""Summary tokens from a prompt's segments, which the projection study compares the proposal's first stage with: fitted
-prompt by prompt, or by one map from the segments' means.
+"""Summary tokens made from a prompt's segments, with which the projection study compares the
+proposal's first stage. They are fitted prompt by prompt, or come from one linear map of the
+segments' means.
 
 Shapes as in projector.py: L layers, H heads, D head size, T tokens, m summary tokens, N prompts, F = 2 m D.
 """
@@ -27,18 +28,18 @@ from support.regression import cross_validate, ridge, solve_penalised
 @dataclass
 class Segments:
     """The segments of a prompt as stage 1 sees them. Keys and queries are relative to the first token fed: a GPT-2's
-    are the same anywhere, a Llama's are rotated back by its position."""
+    stay as they are, a Llama's are rotated back by that token's position."""
 
     pooled: Tensor  # (L, 2, H, m, D), mean keys and values of the segments
     q: Tensor  # (L, H, R, D), queries: the tail's, then a bank's
     mass: Tensor  # (L, H, R, m), each segment's weight for them: log-sum-exp of its scores
     out: Tensor  # (L, H, R, D), attention's output for them over all segments
-    n_own: int  # queries that are the prompt's own; in a Llama more of them read a head of keys
+    n_own: int  # the prompt's own queries; in a Llama several query heads share a head of keys
 
 
 def segments_of(layout: Layout, T: int) -> list[slice]:
-    """Return m nearly equal segments of all tokens but the tail, one a summary token. Raises
-    ValueError if tokens are fewer than those."""
+    """Return m nearly equal segments of the tokens before the tail, one for each summary token.
+    Raises ValueError if there are fewer tokens than segments."""
     n = T - layout.tail
     if n < layout.m:
         raise ValueError(
@@ -52,8 +53,9 @@ def segments_of(layout: Layout, T: int) -> list[slice]:
 def measure_segments(
     model: GPT, exact: Prefill, layout: Layout, bank: Tensor | None = None
 ) -> Segments:
-    """Return the segments of a prompt, for its own queries and a bank (L, H, any, D) of other prompts', such as
-    tail_queries() returns. Raises ValueError if the prompt is too short."""
+    """Return the segments of a prompt, as seen by its own queries and by a bank (L, H, any, D) of
+    other prompts' queries, such as tail_queries() returns. Raises ValueError if the prompt is too
+    short."""
     segments = segments_of(layout, len(exact.ids))
     n = len(exact.ids) - layout.tail
     positions = torch.arange(n)
@@ -75,12 +77,13 @@ def measure_segments(
 
 
 def summarize(segments: Segments, penalty: float = 1e-3, bank_weight: float = 0.1) -> Tensor:
-    """Return the summary tokens (L, 2, H, m, D) of one prompt, fitted on it alone: segment means, and the smallest
-    change of them by ridge regression with which each weighs as much as its segment and all together read the same.
+    """Return the summary tokens (L, 2, H, m, D) of one prompt, fitted on it alone. They are the
+    segments' means plus the smallest correction, by ridge regression, with which each summary token
+    weighs as much as its segment, and all of them together read what the segments read.
 
-    The first is linear in the keys, for q k / sqrt(D) = log-sum-exp; the second, with these weights, in the values.
-    bank_weight: the weight of all other prompts' queries beside the prompt's own; without them the summary tokens are right
-    for that prompt only.
+    The first condition is linear in the keys, since q k / sqrt(D) = log-sum-exp; the second, with
+    these weights, is linear in the values. bank_weight: the weight of all other prompts' queries
+    beside the prompt's own; without them the summary tokens are right for that prompt only.
     """
     k, v = segments.pooled.double().unbind(1)
     q = segments.q.double() / math.sqrt(segments.q.size(-1))
@@ -96,14 +99,15 @@ def summarize(segments: Segments, penalty: float = 1e-3, bank_weight: float = 0.
 
 
 class SegmentMap:
-    """A smaller stage 1: one linear map from pooled cache to summary tokens for all prompts, fitted on some, which are
-    measured without a bank.
+    """A smaller stage 1: one linear map, for all prompts, from the pooled cache to summary tokens.
+    It is fitted on some prompts, whose segments are measured without a bank.
 
-    It is fitted as summarize() is, but what is added to the means is linear in the prompt's pooled cache x (F,): to
-    the keys of summary token j, A_j x, and to its values, B_j x. Features of that ridge are products, of a query's or
-    of a weight's entries with those of x; hence its Gram matrix is a product of two small ones, of N prompts with R
-    queries each: the last token's, in a Llama all that share a head of keys. The penalty is in units of its mean
-    diagonal.
+    It is fitted as summarize() is, but the corrections of the means are linear in the prompt's
+    pooled cache x (F,): A_j x is added to the keys of summary token j, and B_j x to its values. The
+    features of this ridge regression are products of an entry of x with an entry of a query, or
+    with a weight, so its Gram matrix is the elementwise product of two small ones. Each of N
+    prompts has R queries: the last token's, in a Llama all those that share a head of keys. The
+    penalty is in units of the Gram matrix's mean diagonal.
     """
 
     def __init__(self, prompts: Sequence[Segments], penalty: float) -> None:
@@ -130,7 +134,7 @@ class SegmentMap:
         self.b = torch.einsum("lhnd,lhnj,lhnf->lhjdf", dual, weights, x).float()
 
     def features(self, x: Tensor) -> Tensor:
-        """Return x (..., N, F), standardised, after a constant 1."""
+        """Return the features (..., N, 1 + F): a constant 1, then x (..., N, F), standardised."""
         x = (x - self.mean) / self.scale
         return torch.cat([torch.ones_like(x[..., :1]), x], -1)
 
@@ -143,7 +147,8 @@ class SegmentMap:
 
     @classmethod
     def fit(cls, prompts: Sequence[Segments], families: Sequence[str]) -> "SegmentMap":
-        """Fit on prompts of some families, with the penalty that reads held-out families best."""
+        """Fit a map on prompts of these families, with the penalty that serves held-out families
+        best."""
 
         def error(train: Tensor, test: Tensor, penalty: float) -> float:
             held_out = [prompts[i] for i in test]
@@ -154,7 +159,7 @@ class SegmentMap:
 
 
 def readout_error(segments: Segments, summary: Tensor) -> float:
-    """Return the mean squared error of attention's output for all queries: for the last token's, the proposal's loss
-    of stage 1."""
+    """Return the mean squared error of attention's output over all queries. For the last token's
+    queries this is the proposal's loss of stage 1."""
     read = attention_output(segments.q, *summary.unbind(1))
     return float((read - segments.out).square().mean())

@@ -2,25 +2,31 @@
 prompts of the pocket world, and what its thresholds say.
 
 `python3 -m studies.projection` takes two hours and goes on where it was interrupted; `--quick`
-takes a minute; `--again written` measures that way once more; `--kinds quiz` is one kind of prompts.
+takes a minute; `--again written` measures that way once more; `--kinds quiz` measures one kind of
+prompts.
 
-Ways (ways.py has them all): written and proposed are the proposal with stage 1 as it is
-written, and with a smaller one, over segments; raw-1:16 is ours, 1 summary token of the similar
-prompt as it is and the 16 last tokens of the new one. Who is asked, and from what it starts (the
-setting `on`): found, prompts at least as similar as tau to the stored prompt that retrieval finds;
-given, all held-out prompts with a relative, which is given; fit, prompts of the fit; lowest, highest,
-a third each of all that are asked, by similarity; another, those for which another prompt is found;
-top50, the most similar half.
+Ways (ways.py has them all): written and proposed are the proposal, with stage 1 as its text has it
+and with a smaller one, over segments; raw-1:16 is ours, 1 summary token of the similar prompt,
+without a projection, and the last 16 tokens of the new prompt.
 
-kl                          KL(cold || warm) of the first token in nats; with on=swap, of the fifth
-                            token after 4 from summary tokens
-low, good                   share of prompts with kl <= 0.05; with that or KL(warm || cold), or
-                            perplexity of the text that follows at most 5% up
+The setting `on` says which prompts are asked, and from which stored prompt they start. By default
+they are those whose similarity to the stored prompt that retrieval finds is at least tau. given:
+all held-out prompts with a stored relative, from which they start; fit: prompts that were fitted
+on; lowest, highest: the third of all asked prompts with the lowest and highest similarity; top50:
+the more similar half; another: those for which retrieval finds a prompt that isn't their relative.
+
+kl                          KL(cold || warm) of the first token in nats; with on=swap, of the fifth,
+                            after 4 that were written from summary tokens
+low, good                   share of prompts with kl <= 0.05; share with that, or KL(warm || cold)
+                            <= 0.05, or the following text's perplexity at most 5% higher
 lost                        by how much the answer's exact match, or ROUGE-L, is lower
-saved, first_ms             share of the time to the first token that is saved, retrieval included
-eighth_ms, eighth           time to the eighth token; over a cold start's, a value a kind of prompts
-area                        under the ROC curve of similarity, of which tau is the threshold
-penalty, bytes, share       of a map; a prompt's summary tokens as a share of its cache
+saved, first_ms             share of the time to the first token that is saved, retrieval included;
+                            that time in milliseconds
+eighth_ms, eighth           time to the eighth token; the same over a cold start's, a value for each
+                            kind of prompts
+area                        area under the ROC curve of similarity, for which tau is a threshold
+penalty, bytes, share       a map's penalty and bytes; a prompt's summary tokens as a share of its
+                            cache
 curvature                   third difference of stage 1's loss along a line of maps, over the loss
 """
 
@@ -77,13 +83,13 @@ from support.statistics import area_under_roc, bootstrap, ratio_of_sums, rouge_l
 from support.timing import run_in_turns
 from support.tokenizers import END_OF_TEXT
 
-GOOD_LIMIT = 0.05  # the source's: KL in nats, or change of perplexity, at most
+GOOD_LIMIT = 0.05  # the source's upper limit of KL in nats, and of the rise of perplexity
 BOTH_STAGE_WAYS = ("written", "proposed", "proposed-true")
 RETRIEVED_WAYS = (*BOTH_STAGE_WAYS, "own", "raw-8:1", "hidden", "neighbour", "none", *OUR_LAYOUTS)
 SINGLE_PARTS = ("rule", "stage1-written", "stage1-segments")
 GIVEN_WAYS = (*BOTH_STAGE_WAYS, *RAW_LAYOUTS, *SINGLE_PARTS, "learned")
 SHARE_METRICS = ("low", "good")
-QUICK_FAMILIES = 8  # families of each split of a reduced run, at most
+QUICK_FAMILIES = 8  # the most families in each split of a reduced run
 FIT_PROMPTS, TIMED_PROMPTS, EMITTED_TOKENS = 75, 16, 4
 PROMPT_LENGTHS = (32, 64, 128, 256, 512, 1000)
 # all-MiniLM-L6-v2's geometry.
@@ -94,9 +100,9 @@ LIBRARY_SIZE = 1000  # stored prompts, for the time of retrieval
 def add_metrics(
     rows: Rows, way: str, setting: dict, prompts: Sequence[Prompt], **metrics: Sequence
 ) -> None:
-    """Append metrics of a way, a value a prompt, with intervals by bootstrap over families, since
-    paraphrases aren't independent. A share's is at least as wide as Wilson's, which has a width
-    where all prompts agree."""
+    """Append metrics of a way, one value for each prompt. Intervals are by bootstrap over families,
+    since paraphrases aren't independent; a share's is at least as wide as Wilson's interval, which
+    has a width even where all prompts agree."""
     family_names = [*dict.fromkeys(prompt.family for prompt in prompts)]
     family_indices = [family_names.index(prompt.family) for prompt in prompts]
     for metric, values in metrics.items():
@@ -115,10 +121,11 @@ def add_metrics(
 
 
 def choose_tau(trial: Trial) -> tuple[float, float | None]:
-    """Return tau, by the largest difference of true and false positives on validation prompts, and
-    the area under that curve. Positive: the relative is found. Negative: something else is, or
-    anything where no relative is stored. (The source takes training prompts; the encoder was fitted
-    on those, so that they seem closer.)"""
+    """Return tau, the similarity with the largest difference between the rates of true and false
+    positives on validation prompts, and the area under the ROC curve. A prompt is positive if
+    retrieval finds its relative, and negative if it finds another prompt, or if no relative is
+    stored. (The source takes training prompts; the encoder was fitted on those, so they seem
+    closer.)"""
     queries = trial.retrieve("valid")
     right = [query for query in queries if query.nearest is query.relative]
     wrong = [query for query in queries if query.nearest is not query.relative]
@@ -136,8 +143,9 @@ def choose_tau(trial: Trial) -> tuple[float, float | None]:
 
 
 def score_answer(trial: Trial, prompt: Prompt, *first_tokens: int) -> float:
-    """Return the exact match of a greedy answer to the end of the line, or ROUGE-L of a long one, by the exact cache;
-    after the first token, if it has been emitted already."""
+    """Return the exact match of a greedy answer, up to the end of the line, or ROUGE-L if answers
+    are long. It is written with the exact cache, after first_tokens if these have been emitted
+    already."""
     max_tokens = (80 if trial.long_answers else 24) - len(first_tokens)
     ids = trial.batch_of([*prompt.ids, *first_tokens])
     tokens = generate(trial.model, ids, max_tokens, stop_ids=end_tokens_of(trial.tokenizer))
@@ -149,7 +157,8 @@ def score_answer(trial: Trial, prompt: Prompt, *first_tokens: int) -> float:
 
 @torch.no_grad()
 def continuation_loss(trial: Trial, prompt: Prompt, cache: KVCache, tail: int) -> float:
-    """Return the mean loss of the text that follows a prompt, read after its tail on a cache."""
+    """Return the mean loss of the text that follows a prompt, if the tail and it are read on a
+    cache."""
     ids = trial.batch_of([*prompt.ids[-tail:], *prompt.follows])
     logits = trial.model(ids[:, :-1], cache)[0, tail - 1 :]
     return float(cross_entropy(logits.float(), ids[0, tail:]))
@@ -162,10 +171,11 @@ def first_token_error(trial: Trial, way: Way, prompt: Prompt, source: Prompt) ->
 
 
 def first_token_worth(trial: Trial, way: Way, prompt: Prompt, source: Prompt) -> dict[str, float]:
-    """Return all that a way's first token is worth."""
+    """Return the error of a way's first token, whether it is good, and what the answer loses by
+    it."""
     exact_logits, logits = prompt.exact.logits, trial.first_logits(way, source, prompt)
     metrics = first_token_error(trial, way, prompt, source)
-    # The source's KL is the reverse one; the easier of both counts.
+    # The source's KL is the reverse one; the smaller of the two counts.
     metrics["good"] = metrics["low"] or float(divergence(logits, exact_logits)) <= GOOD_LIMIT
     if way.layout and not metrics["good"]:
         warm_cache = trial.warm_cache(way, source, prompt)
@@ -191,8 +201,8 @@ def measure_ways(
     measure: Callable[..., dict[str, float]] = first_token_error,
     **setting: Any,
 ) -> None:
-    """Append the figures of ways on some prompts, each with the one that it starts from. In the
-    setting m is another number of summary tokens."""
+    """Append the figures of ways on some prompts, each with the prompt that it starts from. `m` in
+    the setting is the number of summary tokens, if it isn't the way's own."""
     setting = {"kind": trial.kind} | setting
     for name in rows.ways_due([name for name in names if name in trial.ways], "kl", **setting):
         way = trial.ways[name]
@@ -209,8 +219,8 @@ def measure_ways(
 def kl_after_summary_tokens(
     trial: Trial, way: Way, prompt: Prompt, source: Prompt
 ) -> dict[str, float]:
-    """Return KL after some tokens from summary tokens, if these go on. (If the exact cache reads
-    the tokens again, there is no difference.)"""
+    """Return KL after some tokens that were written from summary tokens, if decoding goes on from
+    these. (If the exact cache reads the tokens again, there is no difference.)"""
     model, tail, ids = trial.model, way.layout.tail, trial.batch_of(prompt.ids)
     warm_cache, exact_cache = (
         trial.warm_cache(way, source, prompt),
@@ -227,7 +237,7 @@ def kl_after_summary_tokens(
 
 
 def time_first_logits(start: Callable[[Any], Any], prompt: Any, turn: int) -> float:
-    """Return how many milliseconds a start takes, until its logits are there."""
+    """Return the milliseconds that a start takes until its logits are there."""
     started = time.perf_counter()
     result = start(prompt)
     int(result[-1].max())  # waits for the device
@@ -237,7 +247,7 @@ def time_first_logits(start: Callable[[Any], Any], prompt: Any, turn: int) -> fl
 def time_in_turns(
     starts: dict[str, Callable[[Any], Any]], prompts: Sequence[Any], turns: int
 ) -> dict[str, np.ndarray]:
-    """Return the milliseconds (asked, turns) of starts that take turns."""
+    """Return the milliseconds (prompts, turns) of each start; the starts take turns."""
     runs = {}
     for i, prompt in enumerate(prompts):
         runs |= {
@@ -248,7 +258,8 @@ def time_in_turns(
 
 
 def start_function(trial: Trial, name: str) -> Callable[[Prompt], Tensor]:
-    """Return what gives a test prompt's first logits by a whole start, retrieval included."""
+    """Return a function that makes a complete start, retrieval included, and returns the first
+    logits of a test prompt."""
     model, stored, way = trial.model, trial.stored_prompts("test"), trial.ways.get(name)
     library = trial.library(way or Way(), stored)
 
@@ -270,7 +281,8 @@ def start_function(trial: Trial, name: str) -> Callable[[Prompt], Tensor]:
 def measure_times(
     rows: Rows, trial: Trial, names: Iterable[str], prompts: list[Prompt], turns: int
 ) -> None:
-    """Append the share of the time to the first token that ways save, in turn with cold starts."""
+    """Append the share of the time to the first token that ways save; they and cold starts take
+    turns."""
     setting = {"kind": trial.kind}
     names = rows.ways_due(names, "saved", **setting)
     if not names:
@@ -308,9 +320,9 @@ def measure_eighth_token(rows: Rows, trial: Trial, prompts: list[Prompt], turns:
 
 def measure_lengths(rows: Rows, turns: int) -> None:
     """Append times to the first token at GPT-2 124M's size by the length of the prompt: cold, from
-    summary tokens as stored, and from those mapped at every start, as proposed. Apart from these:
-    retrieval by an encoder of all-MiniLM-L6-v2's geometry, with reading the summary tokens from the
-    disk. Times don't depend on the numbers: weights are random."""
+    summary tokens as stored, and from those mapped at every start, as proposed. Retrieval is timed
+    by itself: an encoder of all-MiniLM-L6-v2's geometry, and reading the summary tokens from the
+    disk. Weights are random, since times don't depend on them."""
     setting = {"model": "124M"}
     if not rows.ways_due(["mapped"], "saved", **setting):
         return
@@ -368,7 +380,8 @@ def curvature() -> float:
 
 
 def measure_sizes(rows: Rows, trial: Trial) -> None:
-    """Append the share of a cache that summary tokens have, and bytes and penalties of both maps."""
+    """Append the size of summary tokens as a share of a cache, and both maps' bytes and
+    penalties."""
     setting = {"kind": trial.kind}
     if rows.ways_due(["summary"], "share", **setting):
         mean_length = mean(len(prompt.ids) for prompt in trial.train)
@@ -382,7 +395,7 @@ def measure_sizes(rows: Rows, trial: Trial) -> None:
 
 
 def add_derived(rows: Rows) -> None:
-    """Append arithmetic, and what is made of the rows of all kinds."""
+    """Append the figures that are arithmetic, and those computed from the rows of all kinds."""
     rows.set_conditions("arithmetic, on random caches")
     if rows.ways_due(["stage-1"], "curvature"):
         rows.add_values("stage-1", {}, curvature=[curvature()])
@@ -403,7 +416,7 @@ def add_derived(rows: Rows) -> None:
 
 
 def measure_kind(rows: Rows, trial: Trial, turns: int) -> float:
-    """Append what the rows lack of one kind of prompts; return tau."""
+    """Append the figures that one kind of prompts has no rows of yet, and return tau."""
     setting, queries = {"kind": trial.kind}, trial.retrieve("test")
     tau, area = choose_tau(trial)
     similar_queries = [query for query in queries if query.similarity >= tau]
@@ -441,8 +454,8 @@ def measure_kind(rows: Rows, trial: Trial, turns: int) -> float:
 
 
 def save_libraries(trial: Trial, tau: float, folder: Path) -> None:
-    """Write what `projector.py ask` needs of the test split's stored prompts: our summary tokens
-    and, as proposed, projected ones with the projector that has mapped them."""
+    """Write what `projector.py ask` needs for the test split's stored prompts: our summary tokens
+    and, as proposed, projected ones with the projector that mapped them."""
     stored = [prompt for prompt in trial.stored_prompts("test") if prompt.family.startswith("test")]
     library = trial.library(trial.ways["raw-1:16"], stored, threshold=tau, match_names=True)
     library.save(folder / "ours")
@@ -458,12 +471,12 @@ def main(argv: list[str] | None = None) -> None:
     cli = StudyLine(__doc__, "projection", "few quiz questions", models=models, again=True)
     prompts = cli.add_mutually_exclusive_group()
     prompts.add_argument(
-        "--kinds", nargs="+", choices=POCKET_KINDS, metavar="KIND", help="of prompts"
+        "--kinds", nargs="+", choices=POCKET_KINDS, metavar="KIND", help="kinds of prompts"
     )
     prompts.add_argument(
         "--pairs",
         metavar="FILE",
-        help="your own similar prompts, for any model: CSV, columns source, target, perhaps answer",
+        help="CSV of your own similar prompts, for any model: source, target, optionally answer",
     )
     with cli.parse(argv) as args:
         if args.pairs is None and args.model not in ("pocket", "pocket-llama"):

@@ -1,7 +1,7 @@
-"""The prompts of the projection study, what is fitted on them, and every way to have a first token.
+"""The prompts of the projection study, what is fitted on them, and every way to get a first token.
 
-Prompts come in families of paraphrases. A family is fitted on ("train"), chosen by ("valid") or
-measured ("test"), never two of these.
+Prompts come in families of paraphrases. Each family serves for fitting ("train"), for choosing
+("valid") or for measuring ("test"), and never for two of these.
 """
 
 import math
@@ -29,12 +29,12 @@ from support.printing import end_tokens_of
 from support.regression import ridge
 from support.statistics import kl
 
-PROPOSED = Layout(m=8, true_positions=False)  # the least of its 8 to 32 summary tokens
+PROPOSED = Layout(m=8, true_positions=False)  # the fewest of its 8 to 32 summary tokens
 TRUE_POSITIONS = replace(PROPOSED, true_positions=True)
-MIN_TOKENS = PROPOSED.m + PROPOSED.tail  # tokens of a prompt, and one more
-HEADER_QUESTIONS = 20  # questions before the question, in long prompts
+MIN_TOKENS = PROPOSED.m + PROPOSED.tail  # a prompt has more tokens than this
+HEADER_QUESTIONS = 20  # questions before the one asked, in long prompts
 FOLLOWING_TOKENS = 32  # tokens of text after the prompt, for the change of perplexity
-# Of training, at most:
+# At most so many for training:
 STAGE_1_PROMPTS = 300
 MAX_PAIRS = 500
 BANK_PROMPTS, BANK_QUERIES = 40, 160
@@ -42,7 +42,7 @@ RAW_LAYOUTS = {"raw-1:1": Layout(1), "raw-8:1": Layout(8), "raw-32:1": Layout(32
 # The best on validation prompts of the four kinds.
 OUR_LAYOUTS = {"raw-1:16": Layout(1, 16), "raw-8:4": Layout(8, 4), "raw-32:64": Layout(32, 64)}
 MAX_MAP_BYTES = 4e9  # bytes of stage 1 as written
-# Of Adam, for the summary tokens learned for all prompts:
+# How Adam learns summary tokens for all prompts:
 ADAM_STEPS, LEARNING_RATE, BATCH_SIZE = 400, 0.05, 64
 
 Family = list[tuple[str, str]]  # paraphrases: prompt and answer
@@ -60,8 +60,8 @@ POCKET_KINDS: dict[str, Callable[[str], list[list[corpus.Question]]]] = {
 def pocket_families(
     kind: str, seed: int, max_families: int | None = None, wordings: int = 4
 ) -> Splits:
-    """Return families of the pocket world by split, or the first max_families of each; of each family at
-    most so many wordings."""
+    """Return families of the pocket world by split, or the first max_families of each split; a
+    family has at most `wordings` prompts."""
     generator, families = Random(seed), {}
     for split in corpus.SPLITS:
         chosen = [
@@ -79,8 +79,9 @@ def read_pairs(path: Path, seed: int) -> Splits:
     """Return the pairs of a CSV file as families by split, three fifths of them for training and a
     fifth each for validation and test; columns: source, target, and optionally answer.
 
-    Pairs that share a text are of one family, and an answer is that of both. Raises ValueError if
-    columns are missing, a prompt is empty, or there are fewer than 15 families.
+    Pairs that share a text are one family, and an answer is that of both prompts of its pair.
+    Raises ValueError if columns are missing, a prompt is empty, or there are fewer than 15
+    families.
     """
     family_of: dict[str, dict[str, str]] = {}  # text -> its family: prompts and their answers
     for row in read_csv(path, "source", "target"):
@@ -103,7 +104,7 @@ def read_pairs(path: Path, seed: int) -> Splits:
     }
 
 
-@dataclass(eq=False)  # a prompt equals itself alone
+@dataclass(eq=False)  # a prompt equals only itself
 class Prompt:
     """A prompt of a family of paraphrases, its tokens, the true answer (or ""), the text that
     follows (the answer or, if there is none, the model's own), and its exact pass."""
@@ -125,27 +126,27 @@ class Query(NamedTuple):
     relative: Prompt | None
 
 
-# Prompts, each with the one that it starts from and, where retrieval found that, the rest of a query.
+# Prompts, each with the prompt that it starts from; a Query, if retrieval found that.
 AskedPrompts = Sequence[tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a first token is had: from a cache that stands for all but the tail of a prompt, or from
-    logits. alone: by a prompt from itself, not from a similar one."""
+    """How to get a first token: from a cache that stands for all of a prompt but its tail, or from
+    logits. alone: whether a prompt starts from itself, not from a similar one."""
 
     layout: Layout | None = None  # of the cache
     summary: Callable[[Prompt, Layout], Tensor] | None = None  # (L, 2, H, m, D)
     logits: Callable[[Prompt], Tensor] | None = None  # (V,)
     alone: bool = False
-    most: float = math.inf  # tokens of a prompt
+    most: float = math.inf  # the most tokens of a prompt
 
     def covers(self, *prompts: Prompt) -> bool:
         """Return whether prompts are short enough."""
         return max(len(prompt.ids) for prompt in prompts) <= self.most
 
 
-# Methods of a Trial that make something once.
+# Methods of a Trial whose results are cached.
 MADE_ONCE = (
     "query_bank own_summary segment_map compressor summary_as_written summary_by_segments "
     "stage_2 projected_summary hidden_map learned_summary"
@@ -153,8 +154,8 @@ MADE_ONCE = (
 
 
 class Trial:
-    """The prompts of one kind, read exactly, everything that is fitted on those of training, and
-    the ways to have a first token."""
+    """The prompts of one kind with their exact passes, everything that is fitted on training
+    prompts, and the ways to get a first token."""
 
     def __init__(
         self,
@@ -165,9 +166,9 @@ class Trial:
         seed: int = 0,
         quick_steps: int = 0,
     ) -> None:
-        """quick_steps: steps for what is fitted iteratively, without cross-validation, in a reduced run.
-        Raises ValueError if a prompt exceeds the context, or too few families have two prompts that
-        are long enough."""
+        """quick_steps: in a reduced run, the steps of every iterative fit, and nothing is
+        cross-validated. Raises ValueError if a prompt exceeds the context, or too few families have
+        two prompts that are long enough."""
         self.model, self.tokenizer = model, tokenizer
         self.kind, self.quick_steps = kind, quick_steps
         for name in MADE_ONCE.split():
@@ -200,7 +201,8 @@ class Trial:
         self.ways = self.all_ways()
 
     def read_families(self, split: str, families: list[Family]) -> list[list[Prompt]]:
-        """Return families of prompts, read exactly, without those too short for the proposal."""
+        """Return families of prompts with their exact passes, without prompts too short for the
+        proposal."""
         kept_families: list[list[Prompt]] = []
         for family in families:
             kept_prompts = []
@@ -241,8 +243,8 @@ class Trial:
     # --- Prompts that are asked, and prompts that are stored --------------------------------------
 
     def queries(self, split: str) -> list[tuple[Prompt, Prompt | None]]:
-        """Return the prompts asked in a split, each with its stored relative; of every fifth family
-        none is stored."""
+        """Return the prompts asked in a split, each with its stored relative; every fifth family
+        has none."""
         families = enumerate(self.prompts[split])
         return [
             (prompt, family[0] if i % 5 else None)
@@ -251,12 +253,13 @@ class Trial:
         ]
 
     def related_pairs(self, split: str) -> AskedPrompts:
-        """Return the prompts asked in a split that have a stored relative, each with it."""
+        """Return the prompts asked in a split that have a stored relative, each with its
+        relative."""
         return [(prompt, relative) for prompt, relative in self.queries(split) if relative]
 
     def stored_prompts(self, split: str, relatives: bool = True) -> list[Prompt]:
-        """Return the library's prompts when a split is asked: one of each of its families, and of
-        the training's, or these alone."""
+        """Return the prompts stored when a split is asked: one of each training family and, with
+        relatives, one of each of the split's own families that has any stored."""
         split_prompts = [
             family[0] for i, family in enumerate(self.prompts[split]) if i % 5 and relatives
         ]
@@ -273,7 +276,8 @@ class Trial:
         return Library(self.model, layout, self.encoder, texts, summaries, **options)
 
     def retrieve(self, split: str, relatives: bool = True) -> list[Query]:
-        """Look every prompt of a split up in its library, or in one without relatives of any."""
+        """Look up every prompt of a split in its library, or in one without any prompt's
+        relatives."""
         stored, queries = self.stored_prompts(split, relatives), []
         library = self.library(Way(), stored)
         for prompt, relative in self.queries(split):
@@ -302,8 +306,8 @@ class Trial:
         return [measure_segments(self.model, prompt.exact, layout) for prompt in prompts]
 
     def segment_map(self, layout: Layout) -> SegmentMap:
-        """Return the smaller stage 1, one map from the means of segments; for another number of
-        summary tokens with the penalty that was found for the proposal's."""
+        """Return the smaller stage 1, one map from the means of segments. For another number of
+        summary tokens it has the penalty that was found for the proposal's number."""
         segments = self.segments_of(self.stage_1_prompts, layout)
         if layout.m == PROPOSED.m:
             return SegmentMap.fit(segments, [prompt.family for prompt in self.stage_1_prompts])
@@ -328,8 +332,8 @@ class Trial:
         return self.segment_map(layout)(self.segments_of([prompt], layout))[0]
 
     def stage_2(self, layout: Layout, summarise: Callable) -> Projector:
-        """Return stage 2 for one way of stage 1; for another number of summary tokens with the
-        penalty that was found for the proposal's."""
+        """Return stage 2 for one way of stage 1. For another number of summary tokens it has the
+        penalty that was found for the proposal's number."""
         sides = zip(*self.pairs, strict=True)
         summaries = [torch.stack([summarise(prompt, layout) for prompt in side]) for side in sides]
         if layout.m == PROPOSED.m:
@@ -337,13 +341,13 @@ class Trial:
         return Projector(*summaries, self.stage_2(replace(layout, m=PROPOSED.m), summarise).penalty)
 
     def projected_summary(self, summarise: Callable, prompt: Prompt, layout: Layout) -> Tensor:
-        """Return a prompt's summary tokens after both stages: once, since stage 2 doesn't depend on
-        the new prompt. The proposal maps them at every start."""
+        """Return a prompt's summary tokens after both stages. They are computed once, since stage 2
+        doesn't depend on the new prompt; the proposal maps them at every start."""
         return self.stage_2(layout, summarise)(summarise(prompt, layout)[None])[0]
 
     def hidden_map(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the ridge from a source's last hidden state to its target's: both means, and
-        weights."""
+        """Return the ridge regression from a source's last hidden state to its target's: both
+        means, and the weights."""
         x, y = (
             torch.stack([prompt.exact.hidden for prompt in side]).double()
             for side in zip(*self.pairs, strict=True)
@@ -351,7 +355,8 @@ class Trial:
         return x.mean(0), y.mean(0), ridge(x - x.mean(0), y - y.mean(0), 0.1)
 
     def logits_by_hidden_state(self, source: Prompt) -> Tensor:
-        """Return logits (V,) of the source's last hidden state after a linear map."""
+        """Return the logits (V,) of the source's last hidden state after the linear map of
+        hidden_map()."""
         source_mean, target_mean, weight = self.hidden_map()
         x = (source.exact.hidden.double() - source_mean) @ weight + target_mean
         return self.model.head(x.to(self.model.wte.weight)[None, None])[0, 0]
@@ -359,8 +364,9 @@ class Trial:
     @torch.enable_grad()
     def learned_summary(self) -> Tensor:
         """Return the source's baseline, summary tokens (L, 2, H, m, D) that are the same for every
-        prompt: learned through the model, from the mean of prompts' own, they minimise KL(cold ||
-        warm) of training prompts' first token, read at position m as proposed."""
+        prompt. They begin as the mean of prompts' own, and are trained through the model to
+        minimise KL(cold || warm) of training prompts' first token, read at position m as
+        proposed."""
         prompts = self.stage_1_prompts
         last_ids = torch.tensor([prompt.ids[-1:] for prompt in prompts], device=self.device)
         cold_logits = torch.stack([prompt.exact.logits for prompt in prompts]).to(self.device)
@@ -421,7 +427,7 @@ class Trial:
         return projector.cache_before_last(self.model, prompt.exact)
 
     def warm_cache(self, way: Way, source: Prompt, prompt: Prompt) -> KVCache:
-        """Return what stands for all of a prompt but its tail."""
+        """Return the cache that stands for all of a prompt but its tail."""
         position = way.layout.tail_position(len(prompt.ids))
         return projector.cache_of_summary(self.model, way.summary(source, way.layout), position)
 

@@ -1,13 +1,14 @@
 """How many pairs a memory of fixed size recalls, if a model is trained for it from scratch.
 
 `python3 -m studies.recall` takes about half an hour on one core, and goes on where it was
-interrupted. A text is a row of pairs of a key and a value, then some of its keys are asked again.
-Two layers learn it from the first step on with full attention, with the source's sum rule read in
-two ways, with our rule, and with a window of equal bytes.
+interrupted. A text is a list of key-value pairs; then some of its keys are asked for. Models of two
+layers learn the task from their first step on with full attention, with the source's sum rule read
+in two ways, with our rule, and with a window of equal bytes.
 
 right   share of values recalled, by slots and pairs; a value for each seed
-every   mean over the numbers of pairs; a value for each trained model of all numbers of slots
-share   of the growing cache's bytes
+every   the same, as a mean over the numbers of pairs; a value for each trained model, whatever its
+        slots
+share   bytes as a share of the growing cache's
 
 Source: Yi et al. 2024 (BCT); Arora et al. 2023, "Zoology: Measuring and Improving Recall in
 Efficient Language Models" (the task).
@@ -38,21 +39,21 @@ from pocket.evaluation import window_of_equal_bytes
 from studies.core import Rows, run_study
 
 KEYS, VALUES = 512, 64  # of the vocabulary
-MAX_ASKED = 64  # keys at the end of a text
-POSITIONS_PER_STEP = 1024  # of a step's texts together
+MAX_ASKED = 64  # keys that are asked for at the end of a text, at most
+POSITIONS_PER_STEP = 1024  # in all texts of a step
 LEARNING_RATE, WARMUP_STEPS = 1e-2, 50  # AdamW's learning rate, and steps of its linear rise
 GEOMETRY = {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_inner": 64}
 WAYS = ("ours", "sum", "sum-mk", "window")  # sum-mk: the source's sum, read through MK
 
 
 class Size(NamedTuple):
-    """What is trained, and asked."""
+    """What models are trained, and how many answers they are asked for."""
 
     pairs: tuple[int, ...] = (4, 8, 16, 32, 64, 128, 256)
     slots: tuple[int, ...] = (4, 16, 64, 256)
     seeds: int = 3
     steps: int = 400
-    answers: int = 1024  # at least, for each number of pairs
+    answers: int = 1024  # for each number of pairs, at least
 
     @property
     def positions(self) -> int:
@@ -110,8 +111,8 @@ class Recaller(GPT):
 
 
 class WideBCT(BCT):
-    """A BCT whose addresses begin as N(0, 1): narrow ones write to all slots alike, and training is
-    slow."""
+    """A BCT whose slots' addresses begin as N(0, 1). Small addresses would let every token be
+    written to all slots alike, and training would be slow."""
 
     def init_weights(self) -> None:
         super().init_weights()
@@ -124,7 +125,8 @@ class RecallingBCT(Recaller, WideBCT):
 
 
 class MemoryThroughMK(WriteMemory):
-    """The source's memory in another reading: MV holds values only, and a query finds them by MK."""
+    """The source's memory, read in another way: MV holds only values, and queries find them by
+    MK."""
 
     def empty(self, x: Tensor) -> tuple[Slots, Tokens]:
         slots, recent = super().empty(x)
@@ -150,7 +152,7 @@ class RecallingThroughMK(RecallingBCT):
 
 
 def build_model(way: str, slots: int, seed: int, positions: int) -> Recaller:
-    """Return a new model of a way, the same for a seed every time."""
+    """Return a new model for a way; the same seed always gives the same model."""
     torch.manual_seed(seed)
     geometry = GEOMETRY | {"vocab_size": KEYS + VALUES + 1, "n_ctx": positions}
     rule = "sum" if way.startswith("sum") else "mean"
@@ -168,8 +170,8 @@ def build_model(way: str, slots: int, seed: int, positions: int) -> Recaller:
 def train_model(way: str, slots: int, seed: int, size: Size) -> Recaller:
     """Return a trained model.
 
-    A step's texts have the same number of pairs, drawn from those up to a limit that rises to the
-    largest in the first 60% of the steps. The texts are those of every other way with this seed.
+    All texts of a step have the same number of pairs, drawn at random up to a limit that rises to
+    the largest in the first 60% of the steps. Every way reads the same texts for this seed.
     """
     model = build_model(way, slots, seed, size.positions)
     optimizer = torch.optim.AdamW(
@@ -198,8 +200,8 @@ def train_model(way: str, slots: int, seed: int, size: Size) -> Recaller:
 
 @torch.no_grad()
 def recall_of(model: Recaller, pairs: int, min_answers: int) -> tuple[float, float]:
-    """Return the share of values that the model recalls, of at least so many asked, the same of
-    every model; and the bytes of a text's cache. MK is the model's, and no text's."""
+    """Return the share of at least min_answers values that the model recalls, the same for every
+    model; and the bytes of a text's cache, without MK, which belongs to the model."""
     asked = min(pairs, MAX_ASKED)
     generator = torch.Generator().manual_seed(10**6 + pairs)
     ids, expected_values = draw_texts(pairs, asked, math.ceil(min_answers / asked), generator)
@@ -216,7 +218,7 @@ def recall_of(model: Recaller, pairs: int, min_answers: int) -> tuple[float, flo
 
 
 def measure_recall(rows: Rows, way: str, setting: dict[str, int], size: Size) -> None:
-    """Train a model for each seed, of the slots that the setting says, and append its recall."""
+    """Train a model for each seed, with the setting's number of slots, and append their recall."""
     models = [train_model(way, setting.get("slots", 1), seed, size) for seed in range(size.seeds)]
     token_bytes = 2 * 4 * GEOMETRY["n_layer"] * GEOMETRY["n_embd"]  # bytes of its keys and values
     for pairs in size.pairs:
@@ -227,7 +229,7 @@ def measure_recall(rows: Rows, way: str, setting: dict[str, int], size: Size) ->
 
 
 def pool_recall(rows: Rows, size: Size) -> None:
-    """Append the recall of all models of each way, in which every number of pairs counts alike."""
+    """Append each way's recall over all of its models; every number of pairs counts alike."""
     for way in rows.ways_due(WAYS, "every"):
         means = []
         for slots in size.slots:

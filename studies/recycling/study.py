@@ -6,17 +6,18 @@ and by the published call.
 embeddings are recorded ones of all-MiniLM-L6-v2 in recycling/embeddings.npz, of the prompts and of
 pocket's answers; a run with other embeddings or another model is given no verdict.
 
-cold, recycled, published   the whole prompt is read; all but its longest stored prefix is; the
+cold, recycled, published   the whole prompt is read; all but its longest stored prefix is read; the
                             source's call, on the nearest stored prompt if all of it is a prefix
-first, latency              milliseconds to the first token and to the last; medians of a prompt
-saved, slowest              the share of the latency that is saved; the largest multiple of cold
+first, latency              milliseconds to the first token and to the last; a prompt's medians
+saved, slowest              the share of the latency that is saved; the largest ratio to cold's
 alpha, alpha_first          the slope of that share over k/m (k of m tokens reused), to the last
                             and to the first token: S = alpha k / m, section 5.5
-answers                     how many are the cold run's, token for token
-tokens, reused, read        of the prompts, found in the store, and fed to the model
-positions, spared           of the context that prompts and answers take, and fewer than cold
-similarity                  of embeddings to the cold answer's; others: of cold answers to each other
-near                        how far from the answers to others to the same answer, which is 1
+answers                     how many equal the cold run's, token for token
+tokens, reused, read        tokens of the prompts, found in the store, and fed to the model
+positions, spared           of the context that prompts and answers take; how many fewer than cold
+similarity                  of an answer's embedding to the cold answer's; others: of cold answers
+                            to each other
+near                        similarity on a scale from 0, as cold answers to each other, to 1, equal
 
 Source: Pandey, "KV Cache Recycling to Expand Usable Context Capacity in Low Parameter LLMs".
 """
@@ -47,7 +48,7 @@ from support.store import Store
 from support.timing import run_in_turns, time_call, time_text
 from support.tokenizers import END_OF_TEXT
 
-WAYS = {"cold": "cold", "recycled": "longest", "published": "published"}  # by recycle.py's names
+WAYS = {"cold": "cold", "recycled": "longest", "published": "published"}  # recycle.py's names
 ENCODER = "all-MiniLM-L6-v2"  # of the recorded embeddings
 NEW_TOKENS = 100
 RECORDED_MODELS = ("pocket", "355M")  # the recorded models
@@ -65,7 +66,8 @@ class Answer(NamedTuple):
 
 
 def recorded_encoder() -> Callable[[Sequence[str]], np.ndarray]:
-    """Return what turns texts into unit vectors (N, C): recorded ones, NaN for all other texts."""
+    """Return a function from texts to unit vectors (N, C): recorded ones, and NaN for all other
+    texts."""
     recorded = np.load(STUDIES_FOLDER / "recycling" / "embeddings.npz", allow_pickle=False)
     vectors = recorded["vectors"].astype(np.float32)  # stored in 16 bits
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
@@ -83,7 +85,7 @@ class Trial:
         self.lengths = prompt_lengths(recycler, tests, max_new_tokens)
 
     def answer(self, way: str, text: str, turn: int = 0) -> Answer:
-        """Answer a prompt; retrieval and restoring count, too."""
+        """Answer a prompt; its times include retrieval and restoring."""
         prompt = self.recycler, WAYS[way], text
         retrieval_seconds, cache = time_call(lambda: cache_by(*prompt))
         reused_tokens = len(cache)
@@ -97,8 +99,9 @@ class Trial:
         )
 
     def store_and_answer(self, stored: Sequence[str], order: str, turns: int) -> AnswersByWay:
-        """Store the caches of some prompts and answer others. order: "interleaved", or the
-        "source"'s, once and nothing warm: all cold runs, the caches, the published call, recycled."""
+        """Store the caches of some prompts and answer others. order: "interleaved"; or "source",
+        the source's own, once and with nothing warm: all cold runs, then storing the caches, the
+        published call, and recycled."""
         self.recycler.store.clear()  # of what an earlier run left
         answers = self.answer_once("cold") if order == "source" else {}
         for text in stored:
@@ -112,7 +115,8 @@ class Trial:
         return {(way, text): [self.answer(way, text)] for way in ways for text in self.tests}
 
     def unrelated_prompts(self, stored: Sequence[str]) -> list[str]:
-        """Return the prompts whose first token, after what begins every text, none to test has."""
+        """Return the stored prompts with whose first token no tested prompt begins. (What begins
+        every text doesn't count.)"""
         encode = self.recycler.tokenizer.encode_ordinary
         first_tokens = {encode(text)[0] for text in self.tests}
         return [text for text in stored if encode(text)[0] not in first_tokens]
@@ -126,14 +130,14 @@ def slope(points: np.ndarray) -> np.ndarray:
 
 
 def nearness(pairs: np.ndarray) -> np.ndarray:
-    """Return how far (...,) the mean of the first numbers of pairs (..., n, 2) is from that of the
-    second towards 1."""
+    """Return (a - b) / (1 - b) (...,) for the means a and b of the first and the second numbers of
+    pairs (..., n, 2): how far a is on the way from b to 1."""
     similarity, others = np.moveaxis(pairs.mean(-2), -1, 0)
     return (similarity - others) / np.maximum(1 - others, 1e-12)
 
 
 def add_answers(rows: Rows, trial: Trial, answers_by_way: AnswersByWay, setting: dict) -> None:
-    """Append what was found."""
+    """Append the figures of the answers."""
     vectors = {}
     for way in WAYS:  # cold first
         answers_by_prompt = [answers_by_way[way, text] for text in trial.tests]
@@ -232,7 +236,7 @@ def main(argv: list[str] | None = None) -> None:
         trial = Trial(recycler, test_prompts, max_new_tokens)
         rows = open_rows("recycling", args, difference_to_recorded(args))
         setting = {"model": args.model}
-        if args.model not in RECORDED_MODELS:  # all claims are its own
+        if args.model not in RECORDED_MODELS:  # the claims are judged on this model
             rows.definition["usual"] |= setting
             for claim in rows.definition["claims"]:
                 claim["at"] = claim.get("at", {}) | setting
@@ -244,7 +248,7 @@ def main(argv: list[str] | None = None) -> None:
             f"{len(test_prompts)} prompts, {max_new_tokens} new tokens, greedy; turns: {turns}",
             f"embeddings by {Path(ENCODER if args.encoder is None else args.encoder).name}",
         )
-        settings = [  # the source's first: nothing may be warm
+        settings = [  # the source's order comes first: nothing may be warm
             ("source", "own", stored_prompts),
             ("interleaved", "own", stored_prompts),
             ("interleaved", "other", trial.unrelated_prompts(stored_prompts)),

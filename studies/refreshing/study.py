@@ -11,15 +11,17 @@ Ways: teacher and student write alone; the others are policies of overfill.py, a
 which is OverFill without a refresh; published:64 is the source's code, refreshed every 64 tokens.
 Metrics, where perplexity is the teacher's:
 
-perplexity                  of what is written
-refreshes, reads, passes    refreshes a text, tokens that they let the teacher read, and its passes
-                            in 1,000 tokens, after the prompt
-time, tps, first_ms         in units of OverFill's of the same turn; tokens/s after the first token
-read_ms                     of the teacher's pass over k new tokens, and the splice
-threshold                   of a gate that fires as often as its name says
-area                        under the ROC curve by which a signal tells where the models differ most
-cache_error, kl             along one text for all: |C_S - C_T| / |C_T| of what was written, and
-                            KL(teacher || student) of the next token in nats
+perplexity                  of the written text
+refreshes, reads, passes    after the prompt: refreshes of a text, tokens that the teacher reads,
+                            and the teacher's passes per 1,000 tokens
+time, tps, first_ms         time over OverFill's in the same turn; tokens/s after the first token;
+                            milliseconds to it
+read_ms                     milliseconds of the teacher's pass over k new tokens, and the splice
+threshold                   the threshold with which a gate fires as often as its name says
+area                        area under the ROC curve with which a signal finds the tokens where the
+                            models differ most
+cache_error, kl             along one text that all ways read: |C_S - C_T| / |C_T| of the written
+                            tokens' entries, and KL(teacher || student) of the next token in nats
 """
 
 import argparse
@@ -107,7 +109,7 @@ class Texts:
     setting: Setting
 
     def policy_of(self, way: str, mode: str) -> Policy | None:
-        """Return the policy of a way, a gate with the threshold of its row, if that is there."""
+        """Return the policy of a way. A gate has its recorded threshold, if there is one."""
         if way in self.models or way in PUBLISHED:
             return None
         policy_text, gated, _ = way.partition("~")
@@ -127,7 +129,8 @@ class Texts:
     def start_writing(
         self, way: str, ids: Tensor, mode: str, seed: int
     ) -> tuple[Iterator[Tensor], RefreshedPair | None]:
-        """Return what yields a way's new tokens after ids (B, T), and the pair at work, if any."""
+        """Return an iterator over a way's new tokens after ids (B, T), and the pair that writes
+        them, if any."""
         generator = torch.Generator(ids.device).manual_seed(seed)
         options = {"temperature": MODES[mode], "generator": generator}
         new_cache = KVCache
@@ -147,8 +150,8 @@ class Texts:
 
     @torch.no_grad()
     def gate_signals(self, split: str, gate: Gate, mode: str) -> Tensor:
-        """Return a gate's signals (B, T) on texts that nothing refreshes, as often as it looks at
-        them."""
+        """Return a gate's signals (B, T) on texts without refreshes, one for each token at which it
+        looks."""
         signals = []
         tokens, pair = self.start_writing("none", self.prompts[split], mode, seed=1)
         next(tokens)
@@ -189,7 +192,7 @@ def refresh_as_published(
 
 
 def add_quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
-    """Append the figures of the texts that ways write after all prompts, with equal draws."""
+    """Append the figures of the texts that ways write after all prompts, with equal seeds."""
     setting, ids = texts.setting | {"mode": mode}, texts.prompts["test"]
     for way in texts.rows.ways_due(ways, "perplexity", **setting):
         if "~" in way:
@@ -212,10 +215,10 @@ def add_quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
 
 def threshold_for(signals: Tensor, per_1000: float, cooldown: int) -> float:
     """Return the threshold by which a gate would fire about per_1000 times in 1,000 tokens, given
-    its signals (B, T) on texts that nothing refreshes."""
+    its signals (B, T) on texts without refreshes."""
     levels = signals.flatten().sort(descending=True).values.tolist()
 
-    def rate(threshold: float) -> float:  # grows from level to level
+    def rate(threshold: float) -> float:  # it grows as the level falls
         return 1000 * count_firings(signals, threshold, cooldown) / signals.numel()
 
     return levels[bisect_right(levels, per_1000, lo=1, key=rate) - 1]
@@ -293,16 +296,16 @@ def add_cache_errors(texts: Texts, ways: Sequence[str], prompt_count: int) -> No
 
 
 def add_times(texts: Texts, ways: Sequence[str], prompt_count: int, turns: int) -> None:
-    """Append the times of ways that take turns, beside OverFill's. Ways that are measured later take
-    turns with OverFill too, whose own rows stay: their tokens/s are what they would have been
-    then."""
+    """Append the times of ways, which take turns with OverFill. If ways are measured later,
+    OverFill runs again but keeps its recorded rows: the new ways' tokens/s are scaled to its
+    recorded speed."""
     rows, setting = texts.rows, texts.setting
     ways = [way for way in rows.ways_due(ways, "time", **setting) if way != "none"]
     if not ways:
         return
 
     def write_once(way: str, turn: int) -> tuple[TimedText, RefreshedPair | None]:
-        """Write one text, sampled, after the first prompts in turn."""
+        """Write one sampled text, after the prompt of this turn."""
         ids = texts.prompts["test"][turn % prompt_count][None]
         tokens, pair = texts.start_writing(way, ids, "sampled", seed=turn)
         return time_text(lambda: tokens), pair
@@ -329,13 +332,13 @@ def add_times(texts: Texts, ways: Sequence[str], prompt_count: int, turns: int) 
             tps=steps / (total_seconds - first_seconds),
         )
         _, pair = runs[0]
-        if pair and not rows.find(way, "passes", **setting):  # add_quality() was not asked
+        if pair and not rows.find(way, "passes", **setting):  # add_quality() didn't run
             passes = 1000 / texts.new_tokens * int(pair.teacher_passes)
             rows.add_values(way, setting, passes=[passes], reads=[int(pair.teacher_tokens)])
 
 
 def add_read_times(texts: Texts, timed_runs: dict[str, list]) -> None:
-    """Append the times of the teacher's passes over k new tokens, of what add_times() measured."""
+    """Append the times of the teacher's passes over k new tokens, from the runs of add_times()."""
     read_ms = {}
     for way, runs in timed_runs.items():
         policy = texts.policy_of(way, "sampled")
@@ -364,7 +367,7 @@ def add_predicted_times(rows: Rows, new_tokens: int, setting: Setting) -> None:
         passes, reads = (rows.figure(way, metric, **setting) for metric in ("passes", "reads"))
         if passes is None or way in PUBLISHED:
             continue
-        pass_count = passes.value * new_tokens / 1000  # of a mean text, so that it needn't be whole
+        pass_count = passes.value * new_tokens / 1000  # of an average text, so it needn't be whole
         prefills = slope * reads.value + pass_count * intercept  # of all passes together
         predicted = round(1 + prefills / overfill_ms, 4)
         interval = (predicted, predicted, predicted)
@@ -397,11 +400,12 @@ def parameter_count_text(model: nn.Module) -> str:
 def load_prompts(
     tokenizer: Any, path: str | None, test_count: int, max_length: int, chat: bool
 ) -> dict[str, Tensor]:
-    """Return prompts (B, T) to set gates on ("valid") and to measure ("test"): beginnings of
-    pocket's documents; or of a CSV file, every fifth to set gates on, all cut to the shortest; with
-    chat, as questions in the model's own form, of which the questions are cut.
+    """Return prompts (B, T) for setting gates ("valid") and for measuring ("test"). They are
+    beginnings of pocket's documents, or a CSV file's prompts, every fifth for setting gates, all
+    cut to the length of the shortest. With chat, they are questions in the model's own form, and
+    only the questions are cut.
 
-    Raises ValueError if a file has fewer than 5, or one has more than room tokens.
+    Raises ValueError if a file has fewer than 5 prompts, or if they exceed max_length tokens.
     """
     if path is None:
         split_ids = {}
@@ -451,8 +455,9 @@ def measure_at_size(rows: Rows, quick: bool) -> None:
 
 @torch.no_grad()
 def print_needs(texts: Texts, way_count: int, single_texts: int) -> None:
-    """Print what a run needs: memory, before a cache is made; then time, by a step of the student. Texts are written
-    at once in each mode and way, and `single_texts` of them one by one in each way."""
+    """Print what a run needs: memory, before a cache is made; then time, estimated from one step of
+    the student. Texts are written at once in each mode and way, and `single_texts` of them one by
+    one in each way."""
     ids, student = texts.prompts["test"], texts.models["student"]
     text_count, prompt_length = ids.shape
     pair = RefreshedPair(**texts.models, ids=ids[:1])
@@ -477,8 +482,8 @@ def print_needs(texts: Texts, way_count: int, single_texts: int) -> None:
 
 
 def measure(rows: Rows, args: argparse.Namespace) -> None:
-    """Measure what the rows lack, or what is to be measured again. Models of the user's own, with
-    prompts from a file, begin with what they need."""
+    """Measure every figure that has no row yet, or is to be measured again. With prompts from a
+    file, print first what the run needs."""
     new_tokens, prompt_count, turns = (72, 4, 1) if args.quick else (1000, 50, 9)
     tokenizer, path = load_tokenizer(args.model), args.prompts
     students = (
@@ -519,8 +524,10 @@ def measure(rows: Rows, args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     cli = StudyLine(__doc__, "refreshing", "less of everything", model="--teacher", again=True)
-    cli.add_argument("--student", default=DEFAULT_STUDENT, metavar="NAME", help="who decodes")
-    cli.add_argument("--prompts", metavar="FILE", help="prompts of your own: CSV, column prompt")
+    cli.add_argument(
+        "--student", default=DEFAULT_STUDENT, metavar="NAME", help="model that decodes"
+    )
+    cli.add_argument("--prompts", metavar="FILE", help="CSV of your own prompts, column prompt")
     cli.add_chat_argument()
     with cli.parse(argv) as args:
         others = args.prompts is not None or (args.model, args.student) != (

@@ -1,12 +1,12 @@
-"""Exact speculation beside refreshes: at as many passes of the teacher, which text is better, and
-how fast is it?
+"""Exact speculation beside refreshes: with equally many passes of the teacher, which text is
+better, and how fast is it written?
 
 `python3 -m studies.speculation` takes a few minutes, `--quick` a minute. Each prompt is continued
 by the teacher alone, by exact speculation (exact:8: the student drafts 8 tokens; text:8: they are
 copied from the text), and by refreshes after bursts (speculative:8). The comparison is ours.
 
-perplexity  the teacher's, of what is written
-passes      of the teacher after the prompt, in 1,000 tokens
+perplexity  of the written text, by the teacher
+passes      the teacher's passes after the prompt, per 1,000 tokens
 kept        the share of the drafted tokens that stay
 same        whether a text is the teacher's own
 tps         tokens/s, the prompt's prefill included
@@ -64,7 +64,7 @@ def write_text(texts: Texts, way: str, mode: str, turn: int) -> Written:
 
 @torch.no_grad()
 def compare_ways(texts: Texts, mode: str) -> None:
-    """Append the rows of the ways that lack them, which take turns, beside the teacher alone."""
+    """Append the rows of the ways that have none yet; they take turns with the teacher alone."""
     rows, setting = texts.rows, {"mode": mode}
     ways = rows.ways_due(WAYS, "perplexity", **setting)
     if not ways:
@@ -93,7 +93,7 @@ def compare_ways(texts: Texts, mode: str) -> None:
 
 
 def measure(rows: Rows, quick: bool) -> None:
-    """Measure what the rows lack, in both modes."""
+    """Measure every figure that has no row yet, in both modes."""
     new_tokens, prompt_count = (32, 4) if quick else (256, 20)
     teacher, student, tokenizer = load_pair("pocket", "pocket-student")
     ids = torch.tensor(corpus.beginnings(tokenizer, "test", prompt_count, 192))
