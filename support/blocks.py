@@ -1,7 +1,8 @@
-"""Templates, all in Jinja; and the blocks and numbers of a Markdown page that templates make from recorded results.
+"""Jinja templates, and the parts of a Markdown page that templates make from recorded results.
 
-A mark is a comment that begins with {{ or {% and holds a template, such as <!-- {{ table("lengths") }} -->. Between it
-and <!-- end --> stands what the template makes: lines, if the mark has a line of its own, or words within a line.
+A mark is a comment that begins with {{ or {% and holds a template, such as
+<!-- {{ table("lengths") }} -->. The text between it and <!-- end --> is made by the template:
+lines, if the mark has a line of its own, or words within a line.
 """
 
 import os
@@ -20,7 +21,8 @@ MARK = re.compile(r"<!-- (\{[{%].*?) -->(\n?)(.*?)(<!-- end -->|\Z)", re.DOTALL)
 
 
 def environment(folder: Path, names: Mapping[str, Any] | None = None) -> SandboxedEnvironment:
-    """Return what renders the templates in a folder, which may use these names; an unknown name is an error."""
+    """Return the Jinja environment of the templates in a folder, which may use these names; an
+    unknown name is an error."""
     made = SandboxedEnvironment(
         loader=FileSystemLoader(folder),
         trim_blocks=True,
@@ -32,13 +34,16 @@ def environment(folder: Path, names: Mapping[str, Any] | None = None) -> Sandbox
 
 
 def rendered(template: str, names: Mapping[str, Any]) -> str:
-    """Return what a template makes of names."""
+    """Return the text that a template makes with these names."""
     return environment(ROOT, names).from_string(template).render()
 
 
 def filled(page: Path, names: Mapping[str, Callable[..., object] | None]) -> str:
-    """Return a page with all that stands between marks made anew. names: the functions that templates may call; None
-    for one whose marks stay as they are. Raises ValueError, which names page and mark, if a template fails."""
+    """Return a page's text, with everything between a mark and its end made anew.
+
+    names: the functions that templates may call; if one is None, its marks stay as they are. Raises
+    ValueError, which names page and mark, if a template fails.
+    """
 
     def fill(mark: re.Match[str]) -> str:
         template, line_end, content, end = mark.groups()

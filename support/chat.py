@@ -1,10 +1,11 @@
-"""How a chat model expects a question: two fixed forms. A model's tokens tell which one is its own."""
+"""Questions in the form that a chat model expects. There are two fixed forms; a model's tokens tell
+which one it uses."""
 
 import re
 
 import tiktoken
 
-# By a token that occurs in it: the form of a first question, up to where the answer begins.
+# The form of a first question, up to where the answer begins, by a token that occurs in it.
 QUESTION_FORMS = {
     # Llama 3: a header for each message. Source: the model card, "Special Tokens used with Llama 3".
     "<|start_header_id|>": "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"
@@ -16,8 +17,8 @@ QUESTION_FORMS = {
 
 
 def question_form(tokenizer: tiktoken.Encoding) -> str:
-    """Return the form of a question, with {} for its text, that a model expects. Raises ValueError if it has none of
-    QUESTION_FORMS."""
+    """Return the form of a question that a model expects, with {} in the place of the text. Raises
+    ValueError if the model has the tokens of none of QUESTION_FORMS."""
     for token, form in QUESTION_FORMS.items():
         if token in tokenizer.special_tokens_set:
             return form
@@ -27,9 +28,10 @@ def question_form(tokenizer: tiktoken.Encoding) -> str:
 
 
 def encode_question(text: str, tokenizer: tiktoken.Encoding) -> list[int]:
-    """Return the tokens of a question in the form that a model expects. Only the form's own control tokens are such:
-    in the question they are text. Raises ValueError as question_form() does."""
-    ids = tokenizer.encode("", allowed_special="all")  # what begins a text, if anything does
+    """Return the tokens of a question in the form that a model expects. Control tokens come only
+    from the form: their names in the question are plain text. Raises ValueError as question_form()
+    does."""
+    ids = tokenizer.encode("", allowed_special="all")  # tokens that begin a text, if any
     for piece in re.split(r"(<\|\w+\|>)", question_form(tokenizer)):
         special = tokenizer.special_tokens_set.intersection([piece])
         ids += tokenizer.encode(

@@ -44,7 +44,8 @@ class CommandLine(argparse.ArgumentParser):
     def __init__(
         self, doc: str | None, example: str = "", models: str = "", **options: Any
     ) -> None:
-        """doc: its first paragraph describes the script; models: the names that --model takes."""
+        """doc: a docstring whose first paragraph describes the script; example: a command line that
+        --help shows; models: the names that --model takes."""
         self.argument_names: set[str] = set()
         super().__init__(
             description=" ".join((doc or "").partition("\n\n")[0].split()),
@@ -63,8 +64,9 @@ class CommandLine(argparse.ArgumentParser):
         return super().add_argument(*names, **options)
 
     def add_action(self, name: str, about: str, default: bool = False) -> "CommandLine":
-        """Add one thing that the script does (args.action is its name), and return the command line that takes its
-        options. default: a command line that names no action means this one."""
+        """Add an action (a subcommand; args.action is its name), and return the command line that
+        takes its options. about: what it does; default: whether it runs if the command line names
+        no action."""
         if not self.actions:
             self.subparsers = self.add_subparsers(
                 title="actions",
@@ -85,7 +87,8 @@ class CommandLine(argparse.ArgumentParser):
         return self.actions[name]
 
     def add_model_arguments(self, model: str = "--model") -> None:
-        """Add which model runs (args.model), where and in which numbers; a name without dashes makes it positional."""
+        """Add the options for the model (args.model), device, dtype, threads and seed. model: the
+        option that names the model; without dashes it is positional."""
         optional = {"dest": "model"} if model.startswith("-") else {"nargs": "?"}
         self.add_argument(model, default="pocket", metavar="NAME", help=self.models, **optional)
         self.add_argument(
@@ -148,8 +151,8 @@ class CommandLine(argparse.ArgumentParser):
             self.add_trace_argument()
 
     def add_random_argument(self) -> None:
-        """Add --random: an untrained GPT-2, args.model "random:SIZE", which by default writes what the KV cache article
-        lets it write."""
+        """Add --random, for an untrained GPT-2: args.model becomes "random:SIZE". By default the
+        prompt and the length are then those of the KV cache article."""
         self.add_argument(
             "--random",
             type=geometry,
@@ -160,7 +163,8 @@ class CommandLine(argparse.ArgumentParser):
         self.decided_late = dict.fromkeys(ARTICLE)
 
     def add_chat_argument(self) -> None:
-        """Add --chat (args.chat): the prompt is a question, which wrap_question() writes in the model's own form."""
+        """Add --chat (args.chat): the prompt is a question, which wrap_question() puts into the
+        model's own form."""
         self.add_argument(
             "--chat",
             action="store_true",
@@ -202,8 +206,9 @@ class CommandLine(argparse.ArgumentParser):
         ids: Tensor,
         context_start: Callable[[int, int], int] | None = None,
     ) -> Trace | None:
-        """Return what records a text that begins with ids (1, T), None without --trace. context_start(tokens, n_ctx)
-        says where the context begins in a text that is read without a cache."""
+        """Return a Trace of a text that begins with ids (1, T); None without --trace.
+        context_start(tokens, n_ctx) says where the context begins in a text that is read without a
+        cache."""
         if args.trace_file is None:
             return None
         command = f"{self.prog} {' '.join(sys.argv[1:])}".encode(errors="replace").decode()
@@ -214,9 +219,11 @@ class CommandLine(argparse.ArgumentParser):
 
     @contextmanager
     def parse(self, argv: list[str] | None = None) -> Iterator[argparse.Namespace]:
-        """Yield the arguments, device and dtype resolved and the seed set; ValueError and OSError in
-        the body, the project's ways to say that an input is bad, become one sentence and exit
-        status 2, Ctrl-C exit status 130, once what is under way has been cleaned up."""
+        """Yield the arguments, with device and dtype resolved and the seed set.
+
+        ValueError and OSError in the body mean that an input is bad: they become one sentence and
+        exit status 2. Ctrl-C becomes exit status 130. Both happen after the body has cleaned up.
+        """
         words = sys.argv[1:] if argv is None else argv
         open_closed_streams()
         try:
@@ -227,7 +234,7 @@ class CommandLine(argparse.ArgumentParser):
                     raise ValueError(f"the word after {word or before} is empty")
             args = self.parsed(words)
             try:
-                with warnings.catch_warnings():  # which puts showwarning back
+                with warnings.catch_warnings():  # restores showwarning at the end
                     warnings.showwarning = self.print_warning
                     self.prepare(args)
                     yield args
@@ -238,7 +245,8 @@ class CommandLine(argparse.ArgumentParser):
             raise
 
     def parsed(self, words: list[str]) -> argparse.Namespace:
-        """Return what the words of a command line say. Raises ValueError if one of them isn't known."""
+        """Return the arguments in the words of a command line. Raises ValueError if a word isn't
+        known."""
         names_action = bool(words) and (words[0] in ("-h", "--help") or words[0][0] != "-")
         if self.default_action and not names_action:
             words = [self.default_action, *words]
@@ -261,9 +269,9 @@ class CommandLine(argparse.ArgumentParser):
         print(f"{self.prog}: {shortened(str(message))}", file=sys.stderr)
 
     def exit_after(self, error: BaseException) -> None:
-        """End with one sentence and exit status 2 after an error that a bad input or a full disk
-        makes, with 130 after Ctrl-C; return after a mistake of ours."""
-        if isinstance(error, BrokenPipeError):  # `| head` has seen enough
+        """End with one sentence and exit status 2 after an error that comes from bad input or a
+        full disk, with 130 after Ctrl-C; return after any other error, which is a fault of ours."""
+        if isinstance(error, BrokenPipeError):  # the reader, such as `| head`, has closed the pipe
             self.exit(0)
         if is_interrupt(error):
             self.exit(130, "\n")
@@ -277,7 +285,7 @@ class CommandLine(argparse.ArgumentParser):
             self.error(f"{error} isn't written yet")
 
     def prepare(self, args: argparse.Namespace) -> None:
-        """Make device and dtype PyTorch's own, and set its threads and seed. Raises ValueError if two arguments
+        """Set device, dtype, threads and seed for PyTorch. Raises ValueError if two arguments
         contradict each other."""
         if "random" in args:
             self.choose_text(args)
@@ -291,8 +299,9 @@ class CommandLine(argparse.ArgumentParser):
             torch.manual_seed(args.seed)
 
     def choose_text(self, args: argparse.Namespace) -> None:
-        """Fill in the prompt and the length that weren't given: the article's for an untrained model, the usual ones
-        for others. Raises ValueError if --random and --model are both given."""
+        """Fill in the prompt and the length if they weren't given: the article's for an untrained
+        model, the usual ones for others. Raises ValueError if --random and --model are both
+        given."""
         defaults = {name: self.get_default(name) for name in ARTICLE}
         if args.random:
             if args.model != self.get_default("model"):
@@ -309,36 +318,38 @@ class CommandLine(argparse.ArgumentParser):
 
 
 def shortened(message: str) -> str:
-    """Return a message whose words of 200 characters and more, which come from the command line, end after 50."""
+    """Return a message in which words of 200 characters or more are cut after 50: they come from
+    the command line."""
     return re.sub(r"(\S{50})\S{150,}", r"\1 ...", message)
 
 
 def open_closed_streams() -> None:
-    """Let standard streams that were closed (>&-) be empty and take everything: a file that is opened later would
-    get their numbers, and what C code prints."""
+    """Connect standard streams that were closed (>&-) to the null device. Otherwise a file that is
+    opened later would get the number of a standard stream, and with it what C code prints."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 def flush_output() -> None:
-    """Write what is left in the buffer of the standard output. Raises OSError if it can't be written."""
+    """Write the standard output's buffer. Raises OSError if it can't be written."""
     try:
         sys.stdout.flush()
-    except OSError:  # Python would write it once more when it ends
+    except OSError:  # keeps Python from writing it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise
 
 
 def is_interrupt(error: BaseException | None) -> bool:
-    """Return whether an error is Ctrl-C, or what C code has made of it."""
+    """Return whether an error is Ctrl-C, or was raised because of it, as C code does."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def device_of(name: str) -> str:
-    """Return the device that --device names: "auto" is the first that there is. Raises ValueError if it isn't there."""
+    """Return the device that --device names; "auto" is a GPU if there is one, else the CPU. Raises
+    ValueError if PyTorch can't find the device."""
     fastest = str(torch.accelerator.current_accelerator(check_available=True))
     if fastest not in ("cuda", "mps"):
         fastest = "cpu"
@@ -348,7 +359,8 @@ def device_of(name: str) -> str:
 
 
 def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
-    """Return an argument type: whole numbers from low to high, by default the largest that PyTorch takes anywhere."""
+    """Return an argument type: whole numbers from low to high, by default the largest that all of
+    PyTorch accepts."""
 
     def convert(text: str) -> int:
         try:
@@ -372,7 +384,7 @@ def geometry(text: str) -> str:
 
 
 def writable_folder(text: str | Path) -> Path:
-    """Argument type: a folder that can be written to, or a place where one can be made."""
+    """Argument type: a folder that can be written to, or the path of one that can be made."""
     path = Path(text)
     existing = next(above for above in (path, *path.absolute().parents) if above.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -381,7 +393,7 @@ def writable_folder(text: str | Path) -> Path:
 
 
 def output_file(text: str) -> Path:
-    """Argument type: a file that can be written, in a folder that is there or can be made."""
+    """Argument type: a file that can be written, in a folder that exists or can be made."""
     path = Path(text)
     try:
         writable_folder(writable_target(path).parent)
@@ -391,7 +403,7 @@ def output_file(text: str) -> Path:
 
 
 def cache_class(text: str) -> type:
-    """Argument type: a Python file, which is run, as the class Cache in it."""
+    """Argument type: a Python file, which is run; the value is its class Cache."""
     path = Path(text)
     if path.suffix != ".py":
         raise argparse.ArgumentTypeError(f"{text} is no Python file")
@@ -414,7 +426,7 @@ def cache_class(text: str) -> type:
 
 
 def temperature(text: str) -> float:
-    """Argument type: 0, or a finite number that one can divide by."""
+    """Argument type: 0, or a finite number that logits can be divided by."""
     value = float(text)
     if value != 0 and not 1e-6 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"must be 0, or at least 1e-6 and finite, got {text}")

@@ -1,4 +1,4 @@
-"""The conditions of a measurement: GPT-2's geometries, random weights of them, the machine and the date."""
+"""The conditions of a measurement: GPT-2's sizes, untrained models, the machine and the date."""
 
 import os
 import platform
@@ -26,8 +26,8 @@ def is_geometry(name: str) -> bool:
 
 
 def random_model(model_class: type[nn.Module], name: str) -> nn.Module:
-    """Return a model of a geometry with random weights, the same every time, in eval mode: times don't depend on them.
-    The vocabulary is GPT-2's."""
+    """Return a model of a geometry with random weights, the same every time, in eval mode. Times
+    don't depend on the weights. The vocabulary is GPT-2's."""
     config = SIZES.get(name)
     if config is None:
         layers, heads, width = map(int, name.split("x"))

@@ -1,4 +1,4 @@
-"""Texts as vectors, and the search for the nearest one."""
+"""Encoders, which turn texts into unit vectors: dot products of these say how similar texts are."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,8 +14,8 @@ Encoder = Callable[[list[str]], np.ndarray]  # turns N texts into unit vectors (
 
 
 def token_encoder(model: nn.Module, tokenizer: tiktoken.Encoding) -> Encoder:
-    """Return an encoder without another model: the mean of a text's tokens' embeddings, less that of all tokens. An
-    empty text is 0."""
+    """Return an encoder that needs no other model: the mean embedding of a text's tokens, minus
+    that of the vocabulary, as a unit vector. An empty text gives zeros."""
     embeddings = model.wte.weight.detach().float().cpu().numpy()
     embeddings = embeddings - embeddings.mean(axis=0)
 
@@ -28,18 +28,21 @@ def token_encoder(model: nn.Module, tokenizer: tiktoken.Encoding) -> Encoder:
 
 
 class PairEncoder:
-    """Texts as unit vectors, without another model: their tokens, as a set, mapped by ridge regression to the mean set
-    of their family, so that words count as much as they tell what paraphrases have in common."""
+    """An encoder that is fitted on families of paraphrases and needs no other model.
+
+    Ridge regression maps the set of a text's tokens to the mean set of its family. So a token
+    counts as much as it says about what paraphrases have in common.
+    """
 
     def __init__(
         self, tokenizer: tiktoken.Encoding, tokens: Sequence[int], mean: Tensor, weight: Tensor
     ) -> None:
-        """tokens: the V that count; mean (V,) and weight (V, V) of the map."""
+        """tokens: the V tokens that count; mean (V,): of their sets; weight (V, V): of the map."""
         self.tokenizer, self.mean, self.weight = tokenizer, mean, weight
         self.column_of = {token: i for i, token in enumerate(tokens)}
 
     def token_sets(self, texts: Sequence[str]) -> Tensor:
-        """Return which of the tokens that count each text has (N, V)."""
+        """Return a matrix (N, V): 1 if a text has one of the tokens that count, else 0."""
         sets = torch.zeros(len(texts), len(self.column_of))
         for row, text in zip(sets, texts, strict=True):
             for token in self.tokenizer.encode(text, allowed_special="all"):
@@ -56,7 +59,8 @@ class PairEncoder:
     def fit(
         cls, tokenizer: tiktoken.Encoding, texts: Sequence[str], families: Sequence[str]
     ) -> "PairEncoder":
-        """Fit on texts of some families, with the penalty that finds most relatives of texts it wasn't fitted on."""
+        """Fit on texts, with the penalty for which held-out texts most often have a text of their
+        own family nearest. families: of each text."""
         tokens = set()
         for text in texts:
             tokens |= {*tokenizer.encode(text, allowed_special="all")}
@@ -81,7 +85,7 @@ class PairEncoder:
 def load_encoder(name: str, model: nn.Module, tokenizer: tiktoken.Encoding) -> Encoder:
     """Return the encoder "tokens", or a model of sentence-transformers.
 
-    Raises ValueError if that package is missing, OSError if the model can't be had.
+    Raises ValueError if that package is missing, OSError if the model can't be downloaded or read.
     """
     if name == "tokens":
         return token_encoder(model, tokenizer)
@@ -99,7 +103,7 @@ def load_encoder(name: str, model: nn.Module, tokenizer: tiktoken.Encoding) -> E
             encoder = SentenceTransformer(name, device=device)
     except ModuleNotFoundError as error:
         raise ValueError(f"the encoder {name} needs `pip install sentence-transformers`") from error
-    # Whatever a network, its settings, a server or a full disk can do.
+    # Any fault of a network, its settings, a server or a full disk.
     except Exception as error:
         raise download_error(f"the encoder {name}", error) from error
     return lambda texts: encoder.encode(texts, normalize_embeddings=True, show_progress_bar=False)

@@ -6,7 +6,7 @@ from typing import Any
 
 from support.files import write_atomically
 
-# For any eyes.
+# Chosen so that colour-blind readers can tell them apart.
 COLORS = "#0072b2 #d55e00 #009e73 #aa4499 #e69f00 #56b4e9 #882255 #555555 #000000".split()
 MARKERS_AND_LINES = ("o-", "s--", "^-.", "D:", "v-", "*--", "P-.")
 STYLE = {

@@ -1,4 +1,5 @@
-"""Files: from outside, read strictly; ours, complete or absent, never half-written."""
+"""Files: those from outside are read strictly; those we write are complete or absent, never half
+there."""
 
 import csv
 import errno
@@ -17,7 +18,7 @@ from typing import Any
 
 SHORTENER = reprlib.Repr()
 SHORTENER.maxstring = SHORTENER.maxother = 60
-short_repr = SHORTENER.repr  # a value as a message shows it: what is long is cut
+short_repr = SHORTENER.repr  # a value for a message: long ones are cut
 TYPE_NAMES = {
     int: "a whole number",
     float: "a finite number",
@@ -29,7 +30,7 @@ TYPE_NAMES = {
 
 
 def import_file(path: Path) -> ModuleType:
-    """Return a Python file, whose name ends in .py, as a module."""
+    """Run a Python file, whose name ends in .py, and return it as a module."""
     specification = importlib.util.spec_from_file_location(
         f"{path.resolve().parent.name}_{path.stem}", path
     )
@@ -41,16 +42,16 @@ def import_file(path: Path) -> ModuleType:
 
 def regular_file(path: Path) -> Path:
     """Return the path of a file that can be read to its end. Raises FileNotFoundError if there is
-    none, ValueError if it is a folder, a pipe or a device, which may have no end."""
-    path.stat()  # says why, if that can't be seen
+    no such file, ValueError if it is a folder, a pipe or a device, which may have no end."""
+    path.stat()  # raises an error that says why, if the file can't be accessed
     if not path.is_file():
         raise ValueError(f"{path} is not a regular file")
     return path
 
 
 def read_text(path: Path) -> str:
-    """Return the text in a file, with or without the mark that some editors put before it. Raises
-    ValueError if it isn't UTF-8, or not a regular file."""
+    """Return the text in a file, without the byte order mark that some editors put before it.
+    Raises ValueError if it isn't UTF-8, or not a regular file."""
     try:
         return regular_file(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -58,14 +59,13 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path, /, **fields: type) -> dict[str, Any]:
-    """Return the object in a JSON file; the fields must be there, each of its type, as
-    check_fields() says. Raises ValueError if they aren't, or if the file holds no object."""
+    """Return the object in a JSON file, which must have these fields, each of its type, as for
+    check_fields(). Raises ValueError if it doesn't, or if the file holds no object."""
     return parse_json(read_text(path), str(path), **fields)
 
 
 def parse_json(text: str, where: str, /, **fields: type) -> dict[str, Any]:
-    """Return the object in a text of JSON, as read_json() does. Raises ValueError, which names
-    `where`, otherwise."""
+    """Return the object in a JSON text, as read_json() does for a file. The error names `where`."""
     try:
         content = json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:  # not JSON, or nested without end
@@ -79,8 +79,8 @@ def refuse_constant(name: str) -> None:
 
 
 def check_fields(content: object, where: str, /, **fields: type) -> dict[str, Any]:
-    """Return an object that was read from JSON, if it has these fields, each of its type; float
-    stands for every finite number. Raises ValueError, which names `where`, otherwise."""
+    """Return an object that was read from JSON and must have these fields, each of its type; float
+    stands for any finite number. Raises ValueError, which names `where`, if it doesn't."""
     if not isinstance(content, dict):
         raise ValueError(f"{where} holds {short_repr(content)} instead of an object")
     if missing := [name for name in fields if name not in content]:
@@ -94,16 +94,16 @@ def check_fields(content: object, where: str, /, **fields: type) -> dict[str, An
 
 
 def has_json_type(value: object, json_type: type) -> bool:
-    """Return whether a value from JSON is of a kind."""
+    """Return whether a value from JSON has a type; float stands for any finite number."""
     if json_type is float:
         return type(value) in (int, float) and abs(value) <= sys.float_info.max
     return type(value) is json_type
 
 
 def read_csv(path: Path, *columns: str) -> list[dict[str, str]]:
-    """Return the rows of a CSV file in UTF-8, by the names in its first line; a cell that a row
-    lacks is empty. Raises ValueError if it isn't such a file, one of the columns isn't there once,
-    or a row is longer than the first."""
+    """Return the rows of a CSV file in UTF-8, as dicts by the names in its first line; missing
+    cells at the end of a row are empty. Raises ValueError if it isn't such a file, if one of
+    `columns` doesn't occur exactly once, or if a row is longer than the first line."""
     lines = read_text(path).lstrip("\r\n").splitlines(keepends=True)
     reader = csv.DictReader(lines, restval="", strict=True)
     try:
@@ -123,7 +123,8 @@ def read_csv(path: Path, *columns: str) -> list[dict[str, str]]:
 
 
 def download_error(wanted: str, error: Exception) -> OSError:
-    """Return an error with the first sentence of another one, or that one's name if it says nothing."""
+    """Return an OSError that says what can't be downloaded and why: the first sentence of the given
+    error, or its type if it has no message."""
     reason = str(error).partition(". ")[0] or type(error).__name__
     return OSError(
         f"can't download {wanted} ({reason}): run this once with internet, or give a model's folder; "
@@ -132,12 +133,13 @@ def download_error(wanted: str, error: Exception) -> OSError:
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let write(file) make the file in a folder beside its place, then move it there: readers never
-    see half a file.
+    """Write a file so that readers never see half of it: write(file) makes it in a temporary folder
+    beside its place, and then it is moved there.
 
-    A link stays and its target is replaced. The mode stays too; another hard link keeps the old
-    content. Whatever is raised leaves the old file and no other. Raises ValueError if there is
-    something else than a file at its place, OSError if it can't be written.
+    A symbolic link stays, and its target is replaced. The file's mode stays, too; other hard links
+    keep the old content. If anything is raised, the old file stays and no other is left. Raises
+    ValueError if there is something other than a regular file at the path, OSError if it can't be
+    written.
     """
     target = writable_target(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -150,8 +152,8 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def writable_target(path: Path) -> Path:
-    """Return where a file is written to, links followed. Raises ValueError if there is something
-    else than a regular file, OSError if that may not be written or the links lead nowhere."""
+    """Return the path that a file is written to, with links followed. Raises ValueError if there is
+    something other than a regular file, OSError if that may not be written or links form a loop."""
     target = Path(os.path.realpath(path))
     try:
         regular_file(path)
@@ -163,12 +165,13 @@ def writable_target(path: Path) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text in UTF-8, its line ends as they are."""
+    """Write a text in UTF-8, and leave its line ends as they are."""
     write_atomically(path, lambda file: file.write_text(text, encoding="utf-8", newline=""))
 
 
 def write_json(path: Path, content: Any, indent: int = 2) -> None:
-    """Write JSON. Raises ValueError if it holds a number that isn't finite, which JSON doesn't know."""
+    """Write JSON. Raises ValueError if the content has a number that isn't finite, which JSON
+    doesn't know."""
     write_text(path, json.dumps(content, indent=indent, allow_nan=False) + "\n")
 
 

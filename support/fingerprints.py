@@ -10,15 +10,15 @@ import torch
 from torch import Size, Tensor, nn
 
 PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes)
-# What every module has: how PyTorch keeps it, and nothing that keys depend on.
+# Attributes that every module has for PyTorch's own use; keys don't depend on them.
 MODULE_FIELDS = {*vars(nn.Module())}
 # Where a model of transformers was loaded from, and how it samples.
 IGNORED = {"name_or_path", "_name_or_path", "generation_config"}
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return a SHA-256 of geometry, number format and every weight of a model: for a model of ours,
-    whose config says everything else. identity() is for any model."""
+    """Return a SHA-256 of a model's config, number format and weights. This is enough for our own
+    models, whose config says everything else; identity() is for any model."""
     digest = hashlib.sha256(f"KV pages, version 1; {model.config}".encode())
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
@@ -28,17 +28,18 @@ def fingerprint(model: nn.Module) -> str:
 
 def identity(model: nn.Module) -> str:
     """Return a SHA-256 of all that a model is made of: its modules' classes, weights, buffers and
-    other attributes, such as a whole configuration or the eps of a norm. Models of the same identity
-    compute the same keys and values, if the code of their classes is the same.
+    other attributes, such as a whole configuration or the eps of a norm. Models of the same
+    identity compute the same keys and values, if the code of their classes is the same.
 
-    Raises ValueError if it is made of something whose value can't be told, such as a lock.
+    Raises ValueError if an attribute has no value that could be compared, such as a lock.
     """
     return describe(model, "model", {})
 
 
 def describe(value: Any, name: str, described: dict[int, tuple[Any, str]]) -> str:
-    """Return a text that is the same for equal values in any process: a SHA-256, or a number or text
-    itself. described: the values met so far with theirs, by id. Raises ValueError as identity()."""
+    """Return a text that is the same for equal values in any process: a SHA-256, or the repr of a
+    number or text. described: by id, the values met so far with their texts. Raises ValueError as
+    identity() does."""
     if isinstance(value, PLAIN_TYPES):
         return repr(value)
     if id(value) in described:
@@ -57,7 +58,8 @@ def describe(value: Any, name: str, described: dict[int, tuple[Any, str]]) -> st
 
 
 def parts_of(value: Any, name: str) -> dict[str, Any]:
-    """Return what a value consists of, by names. Raises ValueError if that can't be told."""
+    """Return the parts that a value consists of, by name. Raises ValueError if they can't be
+    determined."""
     if isinstance(value, nn.Module):
         parts = {key: part for key, part in vars(value).items() if key not in MODULE_FIELDS}
         parts |= value._parameters | value._buffers | value._modules
@@ -84,14 +86,14 @@ def parts_of(value: Any, name: str) -> dict[str, Any]:
 
 
 def model_versions(model: nn.Module) -> list[tuple[int, Size, int] | dict[str, Any]]:
-    """Return of each module of a model where its weights and buffers lie, their shapes, how often
-    PyTorch has changed them in place, and its plain settings: another list later on means another
-    model.
+    """Return a list that differs from an earlier one if the model has changed: for each module the
+    address and shape of its weights and buffers, how often PyTorch has changed them in place, and
+    its plain settings.
 
-    Noticed: a weight or buffer that is added, taken away or replaced, and a change in place that
-    PyTorch counts, such as an optimizer's; a number or text among a module's own attributes that
-    changes. Not noticed: a change in place through .data or NumPy, which nobody counts, or one under
-    torch.inference_mode(); one inside of an attribute, such as a configuration.
+    Noticed: a weight or buffer that is added, removed or replaced; a change in place that PyTorch
+    counts, such as an optimizer's; a changed number or text among a module's own attributes. Not
+    noticed: a change in place that PyTorch doesn't count, through .data or NumPy or under
+    torch.inference_mode(); a change inside an attribute, such as a configuration.
     """
     versions = []
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""Printing text while it is written, and its cost."""
+"""Printing a text while it is generated, and what it cost."""
 
 import codecs
 import statistics
@@ -42,7 +42,7 @@ def stream(
             if ids[-1] in end_tokens:
                 break
             started = time.perf_counter()
-    finally:  # an error's sentence begins a line
+    finally:  # an error message then begins on a new line
         print(utf8.decode(b"", final=True))  # a character that was cut off
     decode = sum(milliseconds[1:]) / max(1, len(milliseconds) - 1)
     speed = "nothing more"
@@ -62,16 +62,16 @@ def end_tokens_of(tokenizer: tiktoken.Encoding) -> tuple[int, ...]:
 
 
 def no_output() -> AbstractContextManager:
-    """Print nothing within."""
+    """Print nothing within a with-block."""
     return redirect_stdout(None)
 
 
 def print_comparison(prompt_length: int, runs: dict[str, tuple[list[int], list[float]]]) -> None:
-    """Print the milliseconds per token of runs, as stream() returns them, as the text grew, what each took in all, and
-    whether they wrote the same.
+    """Print how runs compare, each as stream() returns it: the milliseconds per token as the text
+    grew, the total times, and whether all wrote the same tokens.
 
-    A line shows medians over up to 64 decoded tokens, and in its last column how many times as fast the last run was
-    as the first; the last line is the median over all decoded tokens.
+    A line shows medians over up to 64 decoded tokens, and in its last column how many times as fast
+    the last run was as the first; the last line is the median over all decoded tokens.
     """
     texts = [ids for ids, _ in runs.values()]
     shortest = min(map(len, texts))

@@ -10,15 +10,16 @@ PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # for cross-validation
 
 
 def ridge(x: Tensor, y: Tensor, penalty: float) -> Tensor:
-    """Return w (..., F, O), least squares of x w - y plus penalty times w's, for x (..., N, F) and y (..., N, O).
+    """Return the w (..., F, O) that minimises |x w - y|^2 + penalty * s * |w|^2 for x (..., N, F)
+    and y (..., N, O).
 
-    The penalty is in units of the mean square of a feature. Solved in the smaller of the primal (F equations) and the
-    dual form (N equations), in float64.
+    s is the sum of the squares of a feature, as a mean over features. Solved in the smaller of the
+    primal (F equations) and the dual form (N equations), in float64.
     """
     x, y = x.double(), y.double()
     if x.size(-1) <= x.size(-2):
         return solve_penalised(x.mT @ x, x.mT @ y, penalty)
-    gram = x @ x.mT  # its trace, over F, is that of the primal form
+    gram = x @ x.mT  # its trace is that of the primal form's x.mT @ x
     return x.mT @ solve_penalised(gram, y, penalty * x.size(-2) / x.size(-1))
 
 
@@ -34,8 +35,12 @@ def cross_validate(
     groups: Sequence[object],
     penalties: Sequence[float] = PENALTIES,
 ) -> float:
-    """Return the penalty with the least mean error(train, test, penalty) over FOLDS parts of whole groups; train and
-    test are indices. A paraphrase in the training part would give the answer away: hence groups. The draw is fixed."""
+    """Return the penalty with the least sum of error(train, test, penalty) over FOLDS folds; train
+    and test are indices.
+
+    A group is held out as a whole, since a paraphrase in the training part would give the answer
+    away. The folds are the same every time. Raises ValueError if there are fewer groups than folds.
+    """
     numbers = {group: i for i, group in enumerate(dict.fromkeys(groups))}
     if len(numbers) < FOLDS:
         raise ValueError(f"cross-validation needs {FOLDS} families of prompts, got {len(numbers)}")

@@ -11,7 +11,8 @@ from torch import Tensor
 
 
 def kl(expected: Tensor, actual: Tensor) -> Tensor:
-    """Return KL(expected || actual) in nats (...) of logits (..., V), in float32 or, given that, float64."""
+    """Return KL(expected || actual) in nats (...) for logits (..., V), computed in float32, or in
+    float64 if they are float64."""
     expected_logs, actual_logs = (
         logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         for logits in (expected, actual)
@@ -26,8 +27,8 @@ def entropy(logits: Tensor) -> Tensor:
 
 
 def area_under_roc(good: Sequence[float], bad: Sequence[float]) -> float | None:
-    """Return the probability that a good one's score is higher than a bad one's, ties counting half; None if there are
-    only good or only bad ones."""
+    """Return the probability that a good item's score is higher than a bad item's, with ties
+    counting half; None if there are only good or only bad items."""
     if not len(good) or not len(bad):
         return None
     ordered = np.sort(np.asarray(bad))
@@ -42,7 +43,8 @@ def mean_of_rows(rows: np.ndarray) -> np.ndarray:
 
 
 def ratio_of_sums(rows: np.ndarray) -> np.ndarray:
-    """Return the sum of the first numbers over that of the second (...,) of rows (..., n, 2)."""
+    """Return the sum of the first column divided by that of the second (...,), for rows
+    (..., n, 2)."""
     sums = rows.sum(-2)
     return sums[..., 0] / sums[..., 1]
 
@@ -50,10 +52,12 @@ def ratio_of_sums(rows: np.ndarray) -> np.ndarray:
 def bootstrap(
     rows: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]
 ) -> tuple[float, float, float]:
-    """Return a figure of n rows and its 95% interval, by drawing rows again 2,000 times.
+    """Return a statistic of n rows and its 95% interval, from 2,000 draws of n rows with
+    replacement.
 
-    rows (n, ...): one for each independent thing (a prompt, a family of paraphrases), not for each measurement. statistic
-    takes (draws, n, ...) and returns (draws,). Source: Efron and Tibshirani 1993, section 13.3 (percentile interval).
+    rows (n, ...): one for each independent unit (a prompt, a family of paraphrases), not for each
+    measurement. statistic takes (draws, n, ...) and returns (draws,). Source: Efron and Tibshirani
+    1993, section 13.3 (percentile interval).
     """
     rows = np.asarray(rows, dtype=np.float64)
     draws = np.random.default_rng(0).integers(len(rows), size=(2000, len(rows)))
@@ -62,7 +66,8 @@ def bootstrap(
 
 
 def wilson_interval(k: int, n: int) -> tuple[float, float, float]:
-    """Return the share k of n and its 95% interval, which has a width also where k is 0 or n (Wilson 1927)."""
+    """Return the share k of n and its 95% interval, which has a width even if k is 0 or n (Wilson
+    1927)."""
     z, share = 1.96, k / n
     centre = share + z * z / (2 * n)
     half_width = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
@@ -75,7 +80,8 @@ def rouge_l(answer: str, reference: str) -> float:
     words, expected = answer.lower().split(), reference.lower().split()
     if not words or not expected:
         return float(words == expected)
-    lengths = [0] * (len(expected) + 1)  # of the longest one, of the words so far and expected[:i]
+    # By i, the length of the longest common subsequence of the words so far and expected[:i].
+    lengths = [0] * (len(expected) + 1)
     for word in words:
         previous = lengths[:]
         for i, other in enumerate(expected):
@@ -87,8 +93,9 @@ def rouge_l(answer: str, reference: str) -> float:
 
 
 def bleu_counts(text: str, reference: str) -> np.ndarray:
-    """Return what BLEU counts in a text (10,): for n = 1 ... 4 the n-grams that the reference has too, then all of its
-    n-grams, then its length and the reference's. Words and punctuation marks are the tokens."""
+    """Return the counts (10,) that BLEU needs of a text: for n = 1 to 4 the number of its n-grams
+    that the reference has too, then for n = 1 to 4 the number of all its n-grams, then its length
+    and the reference's. Words and punctuation marks are the tokens."""
     words, expected = (re.findall(r"\w+|[^\w\s]", string) for string in (text, reference))
     matches, totals = [], []
     for n in range(1, 5):
@@ -102,10 +109,11 @@ def bleu_counts(text: str, reference: str) -> np.ndarray:
 
 
 def bleu(counts: np.ndarray) -> np.ndarray:
-    """Return the corpus BLEU-4 in percent (...,) of counts (..., texts, 10), with one reference a text; 0 if these have
-    no n-grams at all.
+    """Return the corpus BLEU-4 in percent (...,) of counts (..., texts, 10), with one reference a
+    text; 0 if for some n no n-gram matches.
 
-    Source: Papineni et al. 2002, "BLEU: a Method for Automatic Evaluation of Machine Translation", section 2.3.
+    Source: Papineni et al. 2002, "BLEU: a Method for Automatic Evaluation of Machine Translation",
+    section 2.3.
     """
     matches, totals, (length, expected) = np.split(np.moveaxis(counts.sum(-2), -1, 0), [4, 8])
     with np.errstate(divide="ignore"):

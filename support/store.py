@@ -1,5 +1,5 @@
-"""A store of keys and values by the tokens they were computed from: an index of runs of tokens in
-SQLite, and a file for each run.
+"""A store of keys and values, found by the tokens they were computed from: an SQLite index of runs
+of tokens, and a file for each run.
 
 Shapes: L layers, H heads of keys and values, D head size, S tokens of a cache, n tokens of a run.
 """
@@ -24,17 +24,24 @@ from support.fingerprints import identity, model_versions, raw_bytes
 from support.geometry import kv_heads
 from support.prefix import common_prefix_length
 
-# Seconds to wait for another process, which may never let go of the index.
+# Seconds to wait for another process that has locked the index, perhaps for good.
 BUSY_SECONDS = 30
-# Runs that are deleted before others get their turn, and slices of so many runs in one call.
+# The most runs that are deleted before other processes get their turn, a slice; and the most slices
+# in one call.
 SLICE = 100
 SLICES = 10
-# The index. A killed process loses nothing by synchronous = OFF; after a power cut the checksums tell.
-# runs: run, its file's name, which is never used again and larger than its parent's; parent, the run
-# that it continues, or 0 if it begins a text; start, after how many tokens of that one; first, its
-# first token; used, the number of the call that used it last; nbytes, of its file; checksum, of
-# parent, start, ids and file; ids, its tokens. prompts: run, in which it ends. deleted: runs whose
-# file, and what continues them, is yet to be deleted. total: of all runs, kept by the triggers.
+# The index. With synchronous = OFF a killed process still loses nothing; after a power cut the
+# checksums reveal what was lost. The table runs has these columns:
+# - run, the run's number and its file's name: never used again, and larger than its parent's;
+# - parent, the run that it continues, or 0 if it begins a text;
+# - start, the number of the parent's tokens that it follows;
+# - first, its first token;
+# - used, the number of the call that used it last;
+# - nbytes, the bytes of its file;
+# - checksum, of parent, start, ids and file;
+# - ids, its tokens.
+# In prompts, run is the run in which a prompt ends. deleted lists runs whose file, and the runs
+# that continue them, are yet to be deleted. total holds the bytes of all runs; triggers update it.
 SCHEMA = """
 PRAGMA synchronous = OFF;
 CREATE TABLE IF NOT EXISTS runs (
@@ -71,16 +78,17 @@ CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON runs BEGIN
     DELETE FROM prompts WHERE run = old.run;
 END;
 """
-# The run that continues another one after some of its tokens with a given next token.
+# The run that continues a given parent, after a number of the parent's tokens, with a given token.
 CONTINUATION = """
 SELECT run, parent, start, nbytes, checksum, ids FROM runs
 WHERE parent = ? AND start = ? AND first = ?
 """
-# A call marks all runs of a text with its number. So no run is older than what continues it, and of
-# runs of one age the last one is continued by none.
+# A call marks all runs of a text with its number. So a run's mark is never older than those of the
+# runs that continue it, and of the runs with the same mark, none continues the last.
 MARK_USED = "UPDATE runs SET used = ? WHERE run = ?"
 OLDEST = "SELECT run FROM runs ORDER BY used, run DESC LIMIT 1"
-# What continues runs that are deleted, of which the second deletes the last traces.
+# The first deletes rows of runs that continue deleted runs; the second forgets a deleted run that
+# no row continues any more.
 DELETE_ORPHANS = """
 DELETE FROM runs WHERE run IN
     (SELECT runs.run FROM deleted CROSS JOIN runs ON runs.parent = deleted.run LIMIT ?)
@@ -88,7 +96,7 @@ DELETE FROM runs WHERE run IN
 DELETE_TRACES = """
 DELETE FROM deleted WHERE run = ? AND NOT EXISTS (SELECT 1 FROM runs WHERE parent = deleted.run)
 """
-# Rows that nothing leads to: damage has changed their parent.
+# Rows that can't be reached from the beginning of a text: damage has changed their parent.
 DELETE_UNREACHABLE = """
 DELETE FROM runs WHERE parent >= run OR parent != 0 AND parent NOT IN
     (SELECT run FROM runs UNION SELECT run FROM deleted)
@@ -96,8 +104,8 @@ DELETE FROM runs WHERE parent >= run OR parent != 0 AND parent NOT IN
 
 
 class StoredRun(NamedTuple):
-    """A row of the index: the run's number, the run that it continues after `start` tokens, and what
-    its file and its tokens have to be."""
+    """A row of the index: the run's number, the run that it continues after `start` tokens, the
+    size of its file, the checksum, and its tokens as pack_ids() makes them."""
 
     number: int
     parent: int
@@ -115,36 +123,38 @@ class MatchedRun(NamedTuple):
 
 
 class Store:
-    """KV caches of a model by the tokens they were computed from, in a folder or in memory.
+    """KV caches of a model, found by the tokens they were computed from, in a folder or in memory.
 
-    A run holds what follows another run after some of its tokens: it is never split or changed. Its
-    file is complete before its row in the index exists, and is deleted after that row is. So any
-    number of processes may use a folder at once, and be killed at any moment: SQLite's transactions
-    are the lock, and undo what a killed process has begun; the first put() of a store deletes files
-    that have no row.
+    A run holds consecutive tokens, which begin a text or follow some of the tokens of another run.
+    It is never split or changed. Its file is complete before its row in the index exists, and is
+    deleted after that row is. So any number of processes may use a folder at once, and be killed at
+    any moment: SQLite's transactions are the lock, and undo what a killed process has begun; the
+    first put() of a store deletes files that have no row.
 
-    Every row and file is verified before use, by a checksum, which finds accidents and not
-    forgeries. A run that fails is deleted with a warning, those that continue it follow with the
-    next writes, and the model reads those tokens again. Apart from that, only the capacity makes the
-    store delete anything: a file that can't be read now stays. A folder that can't be used at all is
-    one warning, and the caches are kept in memory; one that can't be written to, or a full disk, is
-    one warning too, and is read only. As files are mapped, nobody may change one in place while it is in use.
+    Every row and file is verified before use by a checksum, which finds accidents but not
+    forgeries. A run that fails is deleted with a warning, the next writes delete the runs that
+    continue it, and the model reads those tokens again. Apart from that and clear(), the store
+    deletes runs only to stay within its capacity: a file that can't be read at the moment stays. If
+    a folder can't be used at all, there is one warning, and the caches are kept in memory. If it
+    can't be written to, or the disk is full, there is one warning, and the folder is only read.
+    Files are memory-mapped, so nobody may change one in place while it is in use.
 
-    capacity: bytes of this model's files, which they never exceed, unfinished ones included; the
-    index, some 100 bytes a run and 4 bytes a token, isn't counted. The least recently used run that
-    nothing continues is deleted first, in slices of SLICE runs, between which other processes get
-    their turn. One put() deletes at most SLICES of these, and stores as much as fits by then.
+    capacity: the most bytes that this model's files may take, unfinished ones included; the index,
+    some 100 bytes a run and 4 bytes a token, isn't counted. The least recently used run that no
+    other run continues is deleted first. Runs are deleted in slices of SLICE, between which other
+    processes get their turn. One put() deletes at most SLICES slices, and then stores as much as
+    fits.
 
-    Each model has a folder by its identity(): weights, buffers, settings and classes, but not the
-    code of these. It must be in eval() and stay as it is: model_versions() says which changes get()
-    and put() notice. Not for several threads at once, nor across a fork. The folders of stores before
-    this format are left alone.
+    Each model has a folder of its own, named after its identity(): weights, buffers, settings and
+    classes, but not the code of these. The model must be in eval() and stay unchanged:
+    model_versions() says which changes get() and put() notice. A store must not be used by several
+    threads at once, nor across a fork. Folders in formats before this one are left alone.
     """
 
     def __init__(
         self, model: nn.Module, folder: Path | str | None = None, capacity: float = float("inf")
     ) -> None:
-        if not capacity > 0:  # nor is nan
+        if not capacity > 0:  # NaN isn't, either
             raise ValueError(f"the capacity must be more than 0 bytes, got {capacity}")
         config, weight = model.config, model.wte.weight
         heads = kv_heads(config)
@@ -169,9 +179,9 @@ class Store:
         return self._index.execute("SELECT nbytes FROM total").fetchone()[0]
 
     def get(self, ids: Sequence[int]) -> Any:
-        """Return a new cache of the longest stored prefix of ids, but never of all: one token has
-        to be fed to get logits. The cache is empty if nothing is stored. Raises TypeError or
-        ValueError if ids aren't whole numbers of 4 bytes."""
+        """Return a new cache of the longest stored prefix of ids, but never of all of ids: one
+        token has to be fed to get logits. The cache is empty if nothing is stored. Raises TypeError
+        or ValueError if ids aren't whole numbers of 4 bytes."""
         ids = checked_ids(ids)
         self._check_model()
         parts: list[Tensor] = []
@@ -185,7 +195,7 @@ class Store:
             self._mark_used(path[: len(parts)])
         if not parts:
             return self.model.new_cache()
-        # A single run of a folder is used where it is mapped: KVCache copies what it appends to.
+        # A single run from a folder is used as mapped, not copied: KVCache copies when it appends.
         kv = parts[0] if len(parts) == 1 and self.folder else torch.cat(parts, dim=3)
         layers = [layer[:, None].to(self._device) for layer in kv]  # (2, 1, H, S, D)
         return self.model.new_cache(layers, torch.arange(kv.size(3), device=self._device))
@@ -193,13 +203,14 @@ class Store:
     def put(
         self, ids: Sequence[int], cache: Any, text: str = "", embedding: np.ndarray | None = None
     ) -> None:
-        """Store what cache has read of a text, as far as it isn't there yet and fits; with a text and
-        its embedding (C,), prompts() knows it too if all of it is stored.
+        """Store what `cache` has read of a text, as far as it isn't stored yet and fits.
 
-        ids: all tokens of the text, from its first one; the last may have been written and not read.
+        ids: all tokens of the text, from its first one; the last may have been written but not
+        read. text and its embedding (C,): returned by prompts() from now on, if all of ids is
+        stored.
 
-        Raises ValueError if cache hasn't read exactly these, or is not of a single text, or not this
-        model's; TypeError or ValueError if ids aren't whole numbers of 4 bytes.
+        Raises ValueError if the cache hasn't read exactly these tokens, holds more than one text,
+        or isn't this model's; TypeError or ValueError if ids aren't whole numbers of 4 bytes.
         """
         ids = checked_ids(ids)
         self._check_cache(cache, ids)
@@ -217,7 +228,7 @@ class Store:
                 self._index.execute("INSERT OR REPLACE INTO prompts VALUES (?, ?, ?, ?)", row)
 
     def prompts(self) -> list[tuple[str, list[int], np.ndarray]]:
-        """Return the texts that were stored with an embedding (C,), with their ids."""
+        """Return (text, ids, embedding (C,)) for each text that was stored with an embedding."""
         query = "SELECT text, ids, embedding FROM prompts WHERE run IN (SELECT run FROM runs)"
         self._check_model()
         prompts = []
@@ -252,8 +263,8 @@ class Store:
             raise ValueError("the model's weights or settings have changed: open a new store")
 
     def _check_cache(self, cache: Any, ids: Sequence[int]) -> None:
-        """Raise ValueError if cache isn't that of ids, or of all but the last, read by this model,
-        TypeError if it is no cache."""
+        """Raise ValueError unless the cache holds what this model has read of ids: all of them, or
+        all but the last. Raise TypeError if it is no cache."""
         if not hasattr(cache, "layers"):
             raise TypeError(f"cache must be a KV cache, got {type(cache).__name__}")
         n = len(cache)
@@ -279,7 +290,8 @@ class Store:
     # The index and its transactions.
 
     def _open_index(self) -> sqlite3.Connection:
-        """Return the index: that of the folder, or one in memory if there is none that can be used."""
+        """Return the folder's index, or one in memory if there is no folder, or it can't be
+        used."""
         try:
             if self.folder:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -296,9 +308,12 @@ class Store:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """Keep other writers out, or, of an index that can't be locked, only their changes. An error
-        of the disk, or what is written to such an index, is a warning and ends the body; whatever is
-        raised leaves the index as it was."""
+        """Run the body as one transaction, which keeps other writers out.
+
+        If the index can't be locked, the body sees it as it is now, and other writers' changes stay
+        unseen. An error of the disk, or a write to an index that can't be locked, becomes a warning
+        and ends the body. If anything is raised, the index is left as it was.
+        """
         try:
             try:
                 self._index.execute("BEGIN IMMEDIATE")
@@ -306,7 +321,7 @@ class Store:
             except sqlite3.Error as error:
                 self._warn_once(error)
                 self._index.execute("BEGIN")
-                busy_seconds = 0  # a process that never lets go is waited for once
+                busy_seconds = 0  # a process that never unlocks the index is waited for only once
             self._index.execute(f"PRAGMA busy_timeout = {1000 * busy_seconds}")
             yield
             self._index.execute("COMMIT")
@@ -326,10 +341,10 @@ class Store:
                 stacklevel=2,
             )
 
-    # Runs. All of these are called within a transaction.
+    # Runs. All of these are called within a transaction, except for _make_room(), which begins one.
 
     def _matching_runs(self, ids: Sequence[int]) -> list[MatchedRun]:
-        """Return the runs along ids, from the beginning of the text."""
+        """Return the stored runs that hold the beginning of ids, in order."""
         path: list[MatchedRun] = []
         parent, start, position = 0, 0, 0
         while position < len(ids):
@@ -368,10 +383,10 @@ class Store:
         warnings.warn(f"the stored KV cache {run.number} is not used: {why}", stacklevel=2)
 
     def _make_room(self, ids: Sequence[int]) -> bool:
-        """Delete up to SLICE runs, if what the store lacks of ids doesn't fit beside them. Return
-        whether that isn't enough."""
+        """Delete up to SLICE runs if the part of ids that isn't stored yet doesn't fit. Return
+        whether more have to be deleted."""
         enough = True
-        with self._transaction():  # of its own: a file is only deleted once its row is for good
+        with self._transaction():  # its own: files are deleted after their rows
             self._delete_files()
             path = self._matching_runs(ids)
             self._mark_used(path)
@@ -382,8 +397,9 @@ class Store:
         return not enough
 
     def _add_missing(self, ids: Sequence[int], cache: Any) -> tuple[int, int]:
-        """Store as a new run what the store lacks of ids, a text that cache has read, as far as it
-        fits. Return the number of the text's last run, and how many of its tokens are stored now."""
+        """Store the part of ids that isn't stored yet, which `cache` has read, as a new run, as far
+        as it fits. Return the number of the text's last run, and how many of its tokens are stored
+        now."""
         path = self._matching_runs(ids)
         last_run, start = 0, 0
         if path:
@@ -399,8 +415,8 @@ class Store:
         return last_run, end
 
     def _add_run(self, parent: int, start: int, ids: Sequence[int], kv: Tensor, used: int) -> int:
-        """Store kv (L, 2, H, n, D) as a new run of tokens after the first `start` ones of its
-        parent, with the number of its use; return its own number."""
+        """Store kv (L, 2, H, n, D) as a new run of tokens that follow the first `start` tokens of
+        its parent; return its number. used: the number of the call."""
         content, packed_ids = raw_bytes(kv.detach().cpu()), pack_ids(ids)
         checksum = self._checksum(parent, start, packed_ids, content)
         row = (parent, start, ids[0], used, content.nbytes, checksum, packed_ids)
@@ -418,7 +434,7 @@ class Store:
         return run
 
     def _mark_used(self, path: Sequence[MatchedRun]) -> int:
-        """Note that the runs of a path are used now, after all others; return the number of this use."""
+        """Mark the runs of a path as the most recently used ones; return the number of this use."""
         query = "SELECT coalesce(max(used), 0) FROM runs WHERE used BETWEEN 0 AND 1 << 62"
         now = self._index.execute(query).fetchone()[0] + 1
         self._index.executemany(MARK_USED, [(now, run.number) for run, _ in path])
@@ -438,18 +454,19 @@ class Store:
         return self._index.execute("SELECT NOT EXISTS (SELECT 1 FROM runs)").fetchone()[0]
 
     def _delete_row(self, run: int) -> None:
-        """Delete a run from the index: the next writer deletes its file, and what continues it."""
+        """Delete a run from the index. The next writers delete its file, and the runs that continue
+        it."""
         self._index.execute("DELETE FROM runs WHERE run = ?", (run,))
 
     def _deleted_count(self) -> int:
-        """Return how many runs are deleted of which there may still be a file."""
+        """Return the number of deleted runs whose file may still exist."""
         return self._index.execute("SELECT count(*) FROM deleted").fetchone()[0]
 
     def _delete_files(self) -> None:
-        """Delete the files of up to SLICE runs whose rows earlier transactions have deleted, and as
-        many rows that continue these. Raises sqlite3.Error, before a file goes, if other writers, who
-        may be about to add rows to their files, aren't kept out."""
-        # It fails if the folder has another index by now.
+        """Delete the files of up to SLICE runs whose rows earlier transactions have deleted, and up
+        to SLICE rows of runs that continue these. Raises sqlite3.Error, before any file is deleted,
+        if other writers aren't kept out: they may be about to add rows for their files."""
+        # This write fails if the folder has another index by now.
         self._index.execute("PRAGMA user_version = 1")
         deleted = self._index.execute("SELECT run FROM deleted LIMIT ?", (SLICE,)).fetchall()
         for (run,) in deleted:
@@ -463,7 +480,7 @@ class Store:
             self._swept = True
 
     def _sweep(self) -> None:
-        """Delete rows that nothing leads to, and files that have no row; count all bytes anew."""
+        """Delete rows that can't be reached, and files that have no row; count all bytes anew."""
         self._index.execute(DELETE_UNREACHABLE)
         self._index.execute("UPDATE total SET nbytes = (SELECT total(nbytes) FROM runs)")
         query = "SELECT run FROM runs UNION SELECT run FROM deleted"
@@ -473,11 +490,13 @@ class Store:
                 (self.folder / name).unlink()
 
     def _run_file(self, run: int) -> Path:
-        """Return where the keys and values of a run are: their bytes (L, 2, H, n, D), nothing else."""
+        """Return the path of a run's file: the bytes of its keys and values (L, 2, H, n, D),
+        nothing else."""
         return self.folder / f"{run}.kv"
 
     def _checksum(self, parent: int, start: int, ids: bytes, content: Any) -> int:
-        """Return the CRC-32 of a run: of the model, of where it begins, its tokens and its file."""
+        """Return the CRC-32 of a run, over the model's identity, the place where the run begins,
+        its tokens and its file."""
         beginning = zlib.crc32(f"{self._identity} {parent} {start} ".encode() + ids)
         return zlib.crc32(content, beginning)
 
@@ -503,15 +522,17 @@ def checked_ids(ids: Sequence[int]) -> list[int]:
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """Return tokens as a row of the index has them."""
+    """Return tokens as the bytes that a row of the index holds."""
     return np.array(ids, np.int32).tobytes()
 
 
 def is_packed(value: object) -> bool:
-    """Return whether a value from the index is bytes of whole numbers of 4 bytes."""
+    """Return whether a value from the index can be what pack_ids() made: bytes, 4 for each
+    token."""
     return isinstance(value, bytes) and len(value) % 4 == 0
 
 
 def unpack_ids(packed: object) -> list[int]:
-    """Return tokens from a row of the index, none if damage has made something else of them."""
+    """Return the tokens that a row of the index holds; none if damage has put something else
+    there."""
     return np.frombuffer(packed, np.int32).tolist() if is_packed(packed) else []

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 
 class Table(NamedTuple):
-    """Rows of cells under a header, the first columns to the left and all others to the right."""
+    """Rows of cells under a header; the first `left_aligned` columns are aligned left, all others
+    right."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -18,8 +19,9 @@ def table(
     markdown: bool = False,
     left_aligned: int = 1,
 ) -> str:
-    """Return rows of cells under a header, the first `left_aligned` columns to the left, all others to
-    the right. On a terminal a table that is all to the left, of sentences, is a line a row."""
+    """Return rows of cells under a header; the first `left_aligned` columns are aligned left, all
+    others right. On a terminal, a table in which all columns are aligned left holds sentences: each
+    row becomes a line."""
     lines = []
     if markdown:
         rule = [*["---"] * left_aligned, *["---:"] * (len(header) - left_aligned)]

@@ -16,7 +16,8 @@ class TimedText(NamedTuple):
 
 
 def time_call(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the seconds of a call, and what it returned. On a GPU the call has to wait for its result itself."""
+    """Return the seconds that a call took, and what it returned. On a GPU the call itself has to
+    wait for its result."""
     started = time.perf_counter()
     result = call()
     return time.perf_counter() - started, result
@@ -41,9 +42,12 @@ def time_text(
 def run_in_turns(
     runs: dict[Hashable, Callable[[int], Any]], turns: int, warm_up: bool = True
 ) -> dict[Hashable, list[Any]]:
-    """Return what each run, given the turn, returns in each. All take turns, so that what disturbs the
-    machine disturbs all of them, and each turn begins with another one; to warm up, a turn first that
-    doesn't count."""
+    """Return, by name, a list of what each run returned in each turn.
+
+    In a turn every run is called once with the turn's number, so whatever disturbs the machine
+    disturbs all of them. Each turn begins with another run. warm_up: call every run once before,
+    and ignore the result.
+    """
     if warm_up:
         for run in runs.values():
             run(0)

@@ -20,9 +20,10 @@ from support.files import check_fields, download_error, read_json, read_text, sh
 TIKTOKEN_FILE = "tokenizer.tiktoken"
 LLAMA3_FILE = "tokenizer.model"
 END_OF_TEXT = "<|endoftext|>"
-# Where GPT-2 cuts text before it merges bytes: the form with possessive quantifiers that tiktoken uses; same pieces.
+# Where GPT-2 cuts text before it merges bytes. The form with possessive quantifiers, which tiktoken
+# uses, finds the same pieces.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-# The same after each digit has been cut off from all else: spaces that a digit follows end a piece.
+# The same after each digit has become a piece of its own: spaces before a digit end a piece.
 GPT2_DIGITS_PATTERN = (
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]++|\s++(?=\p{N}|$)|\s+(?!\S)|\s"
 )
@@ -32,7 +33,7 @@ LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-LLAMA3_RESERVED = 244  # of its 256 special tokens, without a name yet
+LLAMA3_RESERVED = 244  # special tokens, of 256, that have no name yet
 LLAMA3_SPECIAL = (
     "begin_of_text",
     "end_of_text",
@@ -50,8 +51,8 @@ LLAMA3_SPECIAL = (
 
 
 class Numbers:
-    """Stands for GPT-2's tokenizer where that can't be loaded: it knows one prompt, the KV cache article's, and shows
-    a token as its number."""
+    """A stand-in for GPT-2's tokenizer if that can't be loaded. It can encode one prompt, that of
+    the KV cache article, and shows a token as its number."""
 
     eot_token = 50256
 
@@ -71,10 +72,11 @@ class Numbers:
 class Tokenizer(tiktoken.Encoding):
     """A byte-pair encoding from a model's files.
 
-    start_ids: the tokens that begin a whole text, which is one with special tokens allowed ("all").
+    start_ids: the tokens that encode() puts before a whole text, which is one with all special
+    tokens allowed ("all").
     end_ids: the tokens that end a text, each of them alone.
-    missing_bytes: those without a token, which encode() refuses (SmolLM2's vocabulary lacks 21: rare control
-    characters, and bytes that UTF-8 hardly uses).
+    missing_bytes: bytes that have no token. encode() refuses characters that need one (SmolLM2's
+    vocabulary lacks 21: rare control characters, and bytes that UTF-8 hardly uses).
     """
 
     start_ids: tuple[int, ...] = ()
@@ -82,7 +84,8 @@ class Tokenizer(tiktoken.Encoding):
     missing_bytes: frozenset[int] = frozenset()
 
     def encode(self, text: str, *, allowed_special: Any = frozenset(), **options: Any) -> list[int]:
-        """Return a text's tokens. Raises ValueError if it has a character without one."""
+        """Return a text's tokens. Raises ValueError if a character needs a byte that has no
+        token."""
         if self.missing_bytes:
             for char in sorted({*text}):
                 if not self.missing_bytes.isdisjoint(char.encode(errors="replace")):
@@ -113,8 +116,8 @@ def gpt2_tokenizer() -> tiktoken.Encoding:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Return the tokenizer in a file whose name is one of READERS. Raises ValueError if the file isn't what its name
-    says, or is nothing that tiktoken can do."""
+    """Return the tokenizer in a file whose name is one of READERS. Raises ValueError if the file
+    isn't what its name says, or describes a tokenizer that tiktoken can't represent."""
     return READERS[path.name](path)
 
 
@@ -122,7 +125,8 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def read_tiktoken(path: Path) -> Tokenizer:
-    """Return the tokenizer in a tokenizer.tiktoken: text is cut as GPT-2's is, and its one special token ends it."""
+    """Return the tokenizer in a tokenizer.tiktoken: it cuts text as GPT-2's does, and its one
+    special token ends a text."""
     return with_special_tokens(path, GPT2_PATTERN, [END_OF_TEXT])
 
 
@@ -136,7 +140,8 @@ def read_llama3(path: Path) -> Tokenizer:
 
 
 def with_special_tokens(path: Path, pattern: str, special_tokens: Sequence[str]) -> Tokenizer:
-    """Return the tokenizer of a file of ranks; special tokens follow its last one, and the first of them ends a text."""
+    """Return the tokenizer of a file of ranks. The ids of special tokens follow the last rank, and
+    the first special token ends a text."""
     ranks = read_ranks(path)
     special_ids = {token: len(ranks) + i for i, token in enumerate(special_tokens)}
     tokenizer = Tokenizer(
@@ -163,8 +168,9 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 # --- Hugging Face's formats -----------------------------------------------------------------------
 
-# What each object of a tokenizer.json may hold: a field's type, or the values that make no difference to what is done
-# here. All else is refused, since it could change tokens. A field that is missing has the first value.
+# What each object of a tokenizer.json may hold: a field's type, or the values that this file's code
+# is right for. All else is refused, since it could change tokens. A missing field has the first
+# value.
 ANYTHING = (object,)
 FLAG = (False, True)
 BYTE_LEVEL = {"add_prefix_space": FLAG, "trim_offsets": FLAG, "use_regex": (True, False)}
@@ -181,7 +187,7 @@ TOKENIZER = {
 }
 BPE_MODEL = {
     "dropout": (None,),
-    "unk_token": (None, str),  # encode() refuses what it would stand for
+    "unk_token": (None, str),  # encode() refuses the characters that it would stand for
     "continuing_subword_prefix": (None, ""),
     "end_of_word_suffix": (None, ""),
     "fuse_unk": FLAG,
@@ -210,8 +216,8 @@ POST_PROCESSORS = {
     "TemplateProcessing": {"single": list, "pair": list, "special_tokens": dict},
     "Sequence": {"processors": list},
 }
-# A pattern that Oniguruma, which `tokenizers` uses, and tiktoken's two engines read alike: characters, classes,
-# categories, groups, alternatives, what doesn't follow, and how often.
+# The parts of a pattern that Oniguruma, which `tokenizers` uses, and tiktoken's two engines read
+# alike: characters, classes, categories, groups, alternatives, negative lookaheads and quantifiers.
 PATTERN_ESCAPE = r"\\(?:[pP]\{[A-Z][a-z]?\}|[sSrnt]|[][\\.*+?^$|(){}/-])"
 PATTERN_CLASS = rf"\[\^?(?:{PATTERN_ESCAPE}|(?!&&|--|~~)[^][\\^])+\]"
 PATTERN_COUNT = r"(?:[*+?]\+?|\{\d+(?:,\d*)?\})"
@@ -243,8 +249,9 @@ def read_vocabulary(path: Path) -> Tokenizer:
 
 
 def byte_level_bpe(content: dict[str, Any], path: Path) -> Tokenizer:
-    """Return the byte-level BPE that the content of a tokenizer.json describes. Raises ValueError, which names its
-    path and the field, if it could be a tokenizer that makes other tokens."""
+    """Return the byte-level BPE that the content of a tokenizer.json describes. Raises ValueError,
+    which names its path and the field, if tiktoken might make other tokens than the described
+    tokenizer."""
     content = check_understood(content, str(path), TOKENIZER)
     model = kind_of_object(content["model"], f"model in {path}", {"BPE": BPE_MODEL})
     special_ids = read_special_tokens(content["added_tokens"], model["vocab"], path)
@@ -265,8 +272,11 @@ def byte_level_bpe(content: dict[str, Any], path: Path) -> Tokenizer:
 
 
 def check_understood(content: Any, where: str, known: dict[str, Any]) -> dict[str, Any]:
-    """Return an object of a tokenizer.json with what is missing filled in. Raises ValueError, which names the field, if
-    one is unknown, or isn't of the type or none of the values that are known."""
+    """Return an object of a tokenizer.json, with default values for missing fields.
+
+    known: by field, its type or the values that are supported. Raises ValueError, which names the
+    field, if a field is unknown, or its type or value isn't supported.
+    """
     required = {field: kind for field, kind in known.items() if isinstance(kind, type)}
     check_fields(content, where, **required)
     for field, value in content.items():
@@ -289,7 +299,8 @@ def check_understood(content: Any, where: str, known: dict[str, Any]) -> dict[st
 
 
 def kind_of_object(content: Any, where: str, kinds: dict[str, Any]) -> dict[str, Any]:
-    """Return an object with a type, and the fields of this type, as check_understood() does."""
+    """Return an object after check_understood(), for the fields that objects of its `type` may
+    hold. kinds: these fields by type. Raises ValueError if its type is none of these."""
     kind = check_fields(content, where, type=str)["type"]
     if kind not in kinds:
         raise ValueError(
@@ -301,8 +312,9 @@ def kind_of_object(content: Any, where: str, kinds: dict[str, Any]) -> dict[str,
 def read_special_tokens(
     added_tokens: list[Any], vocabulary: dict[str, Any], path: Path
 ) -> dict[str, int]:
-    """Return the ids of the tokens that are added to a vocabulary. Raises ValueError if one isn't matched as it is, or
-    its id isn't the one that `tokenizers` gives it, whatever the file says."""
+    """Return the ids of the tokens that are added to a vocabulary, by their text. Raises ValueError
+    if a token isn't matched literally, or if its id isn't the one that `tokenizers` would give
+    it."""
     special_ids: dict[str, int] = {}
     where = f"added_tokens in {path}"
     tokens = [check_understood(token, where, ADDED_TOKEN) for token in added_tokens]
@@ -329,8 +341,9 @@ def read_special_tokens(
 def ranks_of_bytes(
     model: dict[str, Any], special_ids: dict[str, int], path: Path
 ) -> dict[bytes, int]:
-    """Return the ids of all tokens that aren't special, by their bytes. tiktoken takes a piece that is a token whole,
-    and else joins the pair with the lowest id first. Raises ValueError if that isn't what the merges do."""
+    """Return the ids of all tokens that aren't special, by their bytes. If a piece of text is a
+    token, tiktoken uses that; otherwise it joins the pair with the lowest id first. Raises
+    ValueError if the merges do something else."""
     byte_of = {char: byte for byte, char in enumerate(byte_characters())}
     for i in model["vocab"].values():
         if type(i) is not int or i < 0:
@@ -359,7 +372,7 @@ def ranks_of_bytes(
         raise ValueError(f"{path} gives two tokens the same id")
     for token in ranks:
         parts = last_merge(token, ranks) if len(token) > 1 else ()
-        unreachable = len(parts) > 2 and model["ignore_merges"]  # only as a whole piece, in both
+        unreachable = len(parts) > 2 and model["ignore_merges"]  # only as a whole piece
         if parts and parts not in byte_pairs and not unreachable:
             raise ValueError(
                 f"{path}: merges lack the one that makes the token {short_repr(token)}"
@@ -368,8 +381,8 @@ def ranks_of_bytes(
 
 
 def last_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, ...]:
-    """Return the two parts that merging the pair with the lowest rank first joins last to make a token; more if it
-    never makes it."""
+    """Return the two parts that are joined last when a token is made by merging the pair with the
+    lowest rank first; more than two parts if merging never makes it."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
         pair_ranks = [ranks.get(left + right, math.inf) for left, right in pairwise(parts)]
@@ -382,15 +395,16 @@ def last_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, ...]:
 
 
 def byte_characters() -> list[str]:
-    """Return the printable character by which GPT-2's BPE files write each of the 256 bytes."""
+    """Return the printable characters by which GPT-2's BPE files write the 256 bytes."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     shifted = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(shifted)) for byte in range(256)]
 
 
 def splitting_pattern(pre_tokenizer: dict[str, Any], path: Path) -> str:
-    """Return the pattern of the pieces that a pre-tokenizer cuts a text into: GPT-2's, GPT-2's after digits, or one
-    that the file gives, as Llama 3's does. Raises ValueError if it is another one."""
+    """Return the pattern of the pieces that a pre-tokenizer cuts a text into: GPT-2's, GPT-2's
+    after digits, or one that the file gives, as Llama 3's does. Raises ValueError if it cuts text
+    in another way."""
     where = f"pre_tokenizer in {path}"
     steps = [kind_of_object(pre_tokenizer, where, PRE_TOKENIZERS)]
     if steps[0]["type"] == "Sequence":
@@ -409,9 +423,9 @@ def splitting_pattern(pre_tokenizer: dict[str, Any], path: Path) -> str:
 
 
 def with_gaps(pattern: str, path: Path) -> str:
-    """Return a pattern that finds what another one does, and also what that one leaves out between two pieces: for
-    `tokenizers` that is a piece too. Raises ValueError if the two libraries could understand it differently, or if it
-    can find a piece of no characters."""
+    """Return a pattern that finds what another one finds, and also the text between two such
+    pieces, which is a piece for `tokenizers`, too. Raises ValueError if `tokenizers` and tiktoken
+    could read the pattern differently, or if it can find an empty piece."""
     end, shape = 0, ""  # the pattern with an a for each character or class
     while part := PATTERN_PART.match(pattern, end):
         end = part.end()
@@ -430,8 +444,8 @@ def with_gaps(pattern: str, path: Path) -> str:
 def starting_tokens(
     post_processor: Any, special_ids: dict[str, int], path: Path
 ) -> tuple[int, ...]:
-    """Return the tokens that a post-processor puts before a text. Raises ValueError if one isn't special, or if it adds
-    something else."""
+    """Return the tokens that a post-processor puts before a text. Raises ValueError if one of them
+    isn't special, or if the post-processor adds anything else."""
     if post_processor is None:
         return ()
     where = f"post_processor in {path}"
@@ -461,7 +475,8 @@ def starting_tokens(
 
 
 def template_tokens(items: list[Any], where: str, texts: tuple[str, ...]) -> list[str | None]:
-    """Return the tokens of a template, None for a text. Raises ValueError if one isn't among texts."""
+    """Return the tokens of a template, with None in the place of a text. Raises ValueError if a
+    text in the template isn't named in `texts`."""
     tokens = []
     for item in items:
         if isinstance(item, dict) and [*item] == ["Sequence"]:
@@ -492,7 +507,7 @@ def end_tokens(
     return end_ids
 
 
-READERS: dict[str, Callable[[Path], Tokenizer]] = {  # by file name; a folder's first counts
+READERS: dict[str, Callable[[Path], Tokenizer]] = {  # by file name; the first one found is read
     TIKTOKEN_FILE: read_tiktoken,
     "tokenizer.json": read_tokenizer_json,
     "vocab.json": read_vocabulary,

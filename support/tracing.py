@@ -21,15 +21,24 @@ FOLDER = Path(__file__).parent
 
 
 class Trace:
-    """What every step of one text's generation did: a step feeds tokens to the model, and writes one.
+    """A record of how one text was generated, step by step: a step feeds tokens to the model, and
+    writes one.
 
-    What is recorded of a step, by the tokens' indices in the text: n, how many there were; start, the first of them in
-    the context; fed, the first and the end of those whose keys and values were computed; slots, the token that each of
-    the cache's slots holds afterwards; bytes; and, where there are such, reused (the first and the end of those that
-    were in a cache from before), teacher (those whose entries are a teacher's), replaced (the first and the end of
-    those that are newly so), evicted (the one in a ring's spare slot: it has left the window), mass (what each of
-    BCT's slots has in one head), sinks and events. Of a model that is watched also attention: by layer, the share in
-    thousandths that the newest token pays to the token in each slot (and, memory, to BCT's slots).
+    Tokens are recorded by their index in the text, and ranges of tokens as the first and the end. A
+    step has:
+    - n: how many tokens there were; start: the first token in the context;
+    - fed: the range of tokens whose keys and values were computed;
+    - slots: the token in each of the cache's slots after the step; bytes: the size of the cache;
+    - events: sentences for the reader.
+
+    Some steps also have:
+    - reused: the range of tokens that were in a cache from before;
+    - teacher: the tokens whose entries are a teacher's; replaced: the range whose entries have just
+      become so;
+    - sinks; evicted: the token in a ring's spare slot, which has left the window;
+    - mass: the mass of each of BCT's slots in one head;
+    - attention, of a watched model: by layer, the share in thousandths that the newest token pays
+      to the token in each slot; memory: the share that it pays to BCT's slots.
     """
 
     def __init__(
@@ -65,8 +74,9 @@ class Trace:
             self.watched[layer] = attention.register_forward_pre_hook(keep_arguments)
 
     def begin(self, ids: Sequence[int], reused: int = 0) -> None:
-        """Begin with ids, of which a cache holds the first `reused`; or go on with them: they begin with the text so
-        far, or with what is left of it after its beginning has been forgotten."""
+        """Begin with ids, of which a cache holds the first `reused`; or continue with ids, which
+        then begin with the text so far, or with what is left of it after its beginning was
+        forgotten."""
         forgotten = 0
         while [*ids[: len(self.ids) - forgotten]] != self.ids[forgotten:]:
             forgotten += 1
@@ -88,7 +98,7 @@ class Trace:
         refreshes = None
         if cache is not None:
             snapshot = cache.snapshot()
-            fits = snapshot.pop("fits", None)  # a pair's
+            fits = snapshot.pop("fits", None)  # of a pair of models
             refreshes = snapshot.pop("refreshes", None)
             for name in ("slots", "evicted"):
                 if name in snapshot:  # positions, which become indices in the text
@@ -117,7 +127,8 @@ class Trace:
     def record_teacher(
         self, step: dict[str, Any], fits: bool, refreshes: list, restarted: bool
     ) -> None:
-        """Add to a pair's step which entries are the teacher's. fits: whether its cache serves the student."""
+        """Add to the step of a pair which entries are the teacher's. fits: whether the teacher's
+        cache fits the student; restarted: whether the teacher has just read the whole context."""
         n = step["n"]
         if restarted:
             self.teacher = set()
@@ -156,10 +167,10 @@ class Trace:
             step.setdefault("attention", []).append(thousandths)
 
     def write(self) -> None:
-        """Write the page, and watch no more."""
+        """Write the page, and stop watching the model."""
         for hook in self.watched.values():
             hook.remove()
-        # A character goes to the last of its tokens.
+        # A character that spans several tokens is shown with the last of them.
         utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         tokens = [utf8.decode(self.tokenizer.decode_single_token_bytes(i)) for i in self.ids]
         layers = sorted(self.watched) if any("attention" in step for step in self.steps) else None
@@ -168,7 +179,7 @@ class Trace:
 
 
 def write_page(path: Path, title: str, data: dict[str, Any], template: str) -> None:
-    """Write a template's page with data, which its script plays."""
+    """Write a page from a template, with the data that its script plays."""
     before, after = (FOLDER / template).read_text(encoding="utf-8").split("null /* data */")
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     page = before.replace("TITLE", html.escape(title)) + text + after
@@ -176,8 +187,9 @@ def write_page(path: Path, title: str, data: dict[str, Any], template: str) -> N
 
 
 def attention_shares(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the attention (S,) of the last query in q (B, H, T, D) to keys k (B, H, S, D): the first text's mean over
-    heads. If the values are an identity matrix, attention returns its weights."""
+    """Return the share of attention (S,) that the last query in q (B, H, T, D) pays to each of the
+    keys k (B, H, S, D): the mean over the heads of the first text. With an identity matrix as
+    values, attention returns its weights."""
     last_row = None if mask is None else mask[..., -1:, :]
     identity = torch.eye(k.size(2), dtype=k.dtype, device=k.device).expand(*k.shape[:3], -1)
     shares = F.scaled_dot_product_attention(q[:, :, -1:], k, identity, last_row, enable_gqa=True)
@@ -185,8 +197,8 @@ def attention_shares(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor
 
 
 def bct_attention_shares(memory: Any, args: tuple, cache: Any) -> tuple[Tensor, float]:
-    """Return a BCT's: those of the tokens that it holds as they are, and the sum of those of its slots. The state after
-    a pass is what its last query has read."""
+    """Return the shares of attention that a BCT's last query pays: to each token that is held as it
+    is, and to all memory slots together. The state after a pass is what its last query has read."""
     _, q, *_, layer = args
     slots, recent = cache.layers[layer]
     M, R = slots.keys.size(2), recent.k.size(2)
