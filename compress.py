@@ -6,16 +6,17 @@ and how far the predictions are from full attention's, in seconds.
     QuantizedCache   rounds keys and values to 8, 4 or 2 bits, as KIVI does
     SmallNormCache   keeps the older tokens whose keys are shortest, as Devoto et al. do
 
-Both compress when a pass is committed, so that a pass reads its own tokens as they are: one that
-fails changes nothing, and a prompt that is read at once is read exactly. Read token by token, the
-same prompt is predicted from the compressed tokens; what the cache then holds differs by that alone.
+Both compress when a pass is committed, so a pass reads its own tokens uncompressed: a failed pass
+changes nothing, and a prompt that is read in one pass is read exactly. If the same prompt is read
+token by token, each token attends to compressed ones. That is the only reason why the cache then
+holds other values.
 
 Why not the most attended tokens? H2O and SnapKV keep the tokens that received most attention so far.
-append() gets keys and values, and attention weights exist only after it, inside a fused product that
+append() gets keys and values, and attention weights exist only after it, inside a fused kernel that
 never writes them out. A model would have to compute the softmax itself, with (T, S) weights in every
 head and layer, and hand them back to the cache: another attention, slower on long prompts, and no
-longer a cache that any model takes. SnapKV limits that to the last few queries of a prompt. A norm is
-known when the key is.
+longer a cache that any model takes. SnapKV limits that to the last few queries of a prompt. The
+norm of a key, in contrast, is known as soon as the key is.
 
 Shapes: B batch, T tokens fed, S tokens held, H key-value heads, D head size, G tokens of a group,
 N groups.
@@ -40,37 +41,40 @@ from gpt_kv_cache import KVCache
 from support.statistics import kl
 from support.tables import table
 
-BIT_WIDTHS = (2, 4, 8, 32)  # 32: kept as they are
-LayerState = tuple[Tensor, ...]  # what a layer holds, all of it (..., B, H, tokens or groups, ...)
+BIT_WIDTHS = (2, 4, 8, 32)  # 32: no rounding
+LayerState = tuple[Tensor, ...]  # what a layer holds, each (..., B, H, tokens or groups, ...)
 
 
 class CompressedCache(KVCache):
-    """A cache that holds the tokens of earlier passes in another form. A subclass says in which:
-    `compress` takes the tokens of a pass in, `parts` gives back what a query attends to.
+    """A cache that holds the tokens of earlier passes in a compressed form. A subclass defines the
+    form: compress() adds the tokens of a pass to it, and parts() returns the keys and values to
+    attend to.
 
-    layers: of each layer, a named tuple of tensors, which is that form.
-    pos: the positions of all tokens read, so that len() counts those.
+    layers: for each layer, a named tuple of tensors in that form.
+    pos: the positions of all tokens read; len() counts them all.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.pending: list[Tensor] = []  # of each layer, those of this pass (2, B, H, T, D)
+        self.pending: list[Tensor] = []  # each layer's keys and values of this pass (2, B, H, T, D)
 
     def compress(self, layer: int, held: LayerState | None, new_kv: Tensor) -> LayerState:
-        """Return what a layer holds once keys and values (2, B, H, T, D) are taken in; held is None
-        for the first ones."""
+        """Return a layer's new state after adding keys and values (2, B, H, T, D) to `held`, its
+        state so far; held is None for the first ones."""
         raise NotImplementedError
 
     def parts(self, held: LayerState) -> list[Tensor]:
-        """Return the keys and values (2, B, H, S_i, D) that a query attends to, in parts."""
+        """Return the keys and values that a query attends to, as a list of parts
+        (2, B, H, S_i, D)."""
         raise NotImplementedError
 
     def append(
         self, layer: int, k: Tensor, v: Tensor, pos: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the held keys and values with those of the tokens at positions pos (T,) behind
-        them (B, H, S + T, D), and a mask (T, S + T): all that is held, and up to one's own position.
-        Raises ValueError if the cache is of another batch size, geometry, device or dtype."""
+        """Return the held keys and values followed by those of the tokens at positions pos (T,),
+        each (B, H, S + T, D), and a mask (T, S + T): a query sees all held tokens, and new ones up
+        to its own position. Raises ValueError if the cache has another batch size, geometry, device
+        or dtype."""
         new_kv = torch.stack([k, v])  # (2, B, H, T, D)
         parts = self.parts(self.layers[layer]) if len(self) > 0 else []
         if parts:
@@ -111,7 +115,7 @@ class CompressedCache(KVCache):
         other.pending = []
         return other
 
-    clone = to  # with no argument
+    clone = to  # clone() is to() without arguments
 
     @property
     def nbytes(self) -> int:
@@ -119,15 +123,15 @@ class CompressedCache(KVCache):
         return sum(x.nbytes for held in self.layers for x in held)
 
     def snapshot(self) -> dict[str, object]:
-        """Return how many slots the first layer has; no slot stands for a token: heads may hold
-        different ones."""
+        """Return the number of slots in the first layer. The snapshot doesn't say which token is in
+        a slot: heads may hold different tokens."""
         size = 0
         if len(self) > 0:
             size = sum(part.size(3) for part in self.parts(self.layers[0]))
         return {"slots": [], "size": size}
 
     def table(self, tokens: list[str] | tuple[str, ...] = ()) -> str:
-        """Return in a line what is held; tokens aren't shown."""
+        """Return a line that says how much is held; tokens aren't shown."""
         held = self.snapshot()["size"]
         return f"{type(self).__name__}: {len(self)} tokens read, {held} held, {self.nbytes:,} bytes"
 
@@ -135,7 +139,8 @@ class CompressedCache(KVCache):
 
 
 class RoundedTokens(NamedTuple):
-    """What a layer of a QuantizedCache holds: N groups of G tokens in few bits, and the latest."""
+    """What a layer of a QuantizedCache holds: N groups of G rounded tokens, and the latest tokens
+    unrounded."""
 
     key_codes: Tensor  # (B, H, N, G, bytes)
     key_scale: Tensor  # (B, H, N, 1, D)
@@ -147,19 +152,21 @@ class RoundedTokens(NamedTuple):
 
 
 class QuantizedCache(CompressedCache):
-    """Keys and values in few bits, and the latest tokens as they are.
+    """A cache that rounds keys and values to a few bits, except those of the latest tokens.
 
-    Once `residual` tokens follow them, `group` tokens at a time are rounded: keys per channel (a
-    channel's values within the group share a scale), since a few channels are large in all tokens;
-    values per token and head. A number x becomes round((x - zero) / scale), from 0 to 2^bits - 1,
-    where zero is the least of those that share it; 8 / bits codes make a byte. The model reads
-    code * scale + zero: for that they are computed anew for every pass, and engines fuse this into
-    their attention. truncate() into a rounded group leaves its tokens rounded.
+    Tokens are rounded in groups of `group`, once at least `residual` later tokens follow the group.
+    Keys are rounded per channel (a channel's values within the group share a scale), since a few
+    channels are large in all tokens; values are rounded per token and head. A number x becomes the
+    code round((x - zero) / scale), from 0 to 2^bits - 1, where zero is the smallest of the numbers
+    that share it; 8 / bits codes are packed into a byte. The model reads code * scale + zero, which
+    is computed anew for every pass; inference engines fuse this step into their attention.
+    truncate() into a rounded group leaves its tokens rounded.
 
     Raises ValueError if bits isn't 2, 4, 8 or 32 (no rounding), or a size is out of range; at the
     first pass, if a head's size isn't a multiple of 8 / bits.
 
-    Source: Liu et al. 2024, section 3 (whose groups along a token are 32 channels; ours are a head).
+    Source: Liu et al. 2024, section 3 (there, the channels of a token are in groups of 32; here, a
+    group is a whole head).
     """
 
     def __init__(self, bits: int, group: int = 32, residual: int = 32) -> None:
@@ -171,7 +178,8 @@ class QuantizedCache(CompressedCache):
         self.bits, self.group, self.residual = bits, group, residual
 
     def compress(self, layer: int, held: RoundedTokens | None, new_kv: Tensor) -> RoundedTokens:
-        """Return what is held, with the tokens rounded that enough others follow now."""
+        """Return the layer's new state; groups that at least `residual` tokens now follow are
+        rounded."""
         exact = new_kv
         if held is not None:
             exact = torch.cat([held.exact, new_kv], dim=3)
@@ -208,9 +216,9 @@ class QuantizedCache(CompressedCache):
 
 
 def quantize(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the codes (..., D * bits / 8) of numbers x (..., D), packed into bytes, with the scale
-    and the zero that those along dim share. With 32 bits, x itself. Raises ValueError if D isn't a
-    multiple of 8 / bits."""
+    """Return the codes (..., D * bits / 8) of numbers x (..., D), packed into bytes, and the scale
+    and the zero that the numbers along dim share. With 32 bits the codes are x itself. Raises
+    ValueError if D isn't a multiple of 8 / bits."""
     if bits == 32:
         return x.clone(), x.new_empty(x[..., :0].shape), x.new_empty(x[..., :0].shape)
     D, codes_per_byte = x.size(-1), 8 // bits
@@ -221,7 +229,7 @@ def quantize(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     zero = x.amin(dim, keepdim=True)
     span = x.amax(dim, keepdim=True).float() - zero.float()  # in float16 it may overflow
     scale = (span / (2**bits - 1)).to(x.dtype)
-    divisor = scale.float().clamp_min(torch.finfo(torch.float32).tiny)  # of equal numbers it is 0
+    divisor = scale.float().clamp_min(torch.finfo(torch.float32).tiny)  # equal numbers have scale 0
     codes = ((x.float() - zero.float()) / divisor).round().clamp(0, 2**bits - 1).to(torch.uint8)
     codes = codes.unflatten(-1, (-1, codes_per_byte))
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=x.device)
@@ -235,7 +243,7 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
     codes = (codes[..., None] >> shifts) & (2**bits - 1)
     numbers = codes.flatten(-2) * scale.float() + zero.float()
-    largest = torch.finfo(scale.dtype).max  # a rounded scale may lead above it
+    largest = torch.finfo(scale.dtype).max  # a rounded scale may lead beyond the dtype's range
     return numbers.clamp(-largest, largest).to(scale.dtype)
 
 
@@ -246,21 +254,24 @@ class KeptTokens(NamedTuple):
 
 
 class SmallNormCache(CompressedCache):
-    """The last `recent` tokens, and of the older ones the `keep` whose keys have the smallest norm:
-    head by head, so that each holds tokens of its own. Norms that agree in their first 12
-    significant bits tie, and the later token stays: equal tokens have keys of equal norm, but for
-    the rounding of their rotation. What is evicted is gone.
+    """A cache of the last `recent` tokens, and of the `keep` older tokens whose keys have the
+    smallest norm.
 
-    Of the same keys, any feeding keeps the same tokens. In the first layer that evicts, a model's
-    float32 keys are the same but for rounding, which decides only where a norm lies at the edge of a
-    tie. The keys of later layers are computed from what was still held, so they, and the tokens
-    that stay, depend on how a text was fed.
+    Each head chooses its own tokens. Norms that agree in their first 12 significant bits are a tie,
+    and the later token stays: equal tokens have keys of equal norm, except for the rounding of
+    their rotation. Evicted tokens are gone.
 
-    skip: the first layers keep everything (the source skips two). Raises ValueError if a number is
-    out of range.
+    If the keys are the same, the same tokens stay, however a text is divided into passes. In the
+    first layer that evicts, a model's float32 keys are the same up to rounding, which matters only
+    where a norm lies at the edge of a tie. The keys of later layers are computed from the tokens
+    still held by earlier ones. So these keys, and the tokens that stay, depend on how a text was
+    divided.
 
-    Source: Devoto et al. 2024, section 3. It compresses prompts; the recent tokens are ours, since a
-    text that is being written needs them.
+    skip: the number of first layers that evict nothing (two in the source). Raises ValueError if a
+    number is out of range.
+
+    Source: Devoto et al. 2024, section 3. It compresses prompts; keeping recent tokens is our
+    addition, which decoding needs.
     """
 
     def __init__(self, keep: int, recent: int = 32, skip: int = 0) -> None:
@@ -292,8 +303,8 @@ class SmallNormCache(CompressedCache):
         return [held.kv]
 
     def truncate(self, n: int) -> None:
-        """Keep the first n tokens. Raises ValueError if there are fewer, or if tokens have been
-        evicted that the first n would have kept: then only all or none can stay."""
+        """Keep the first n tokens. Raises ValueError if there are fewer. Once tokens have been
+        evicted, only all or none can be kept: other n raise ValueError, too."""
         evicted = max(0, len(self) - self.keep - self.recent)
         if not 0 <= n <= len(self) or (evicted and 0 < n < len(self)):
             raise ValueError(f"can't keep {n} tokens of {len(self)}, {evicted} evicted")
@@ -306,8 +317,8 @@ class SmallNormCache(CompressedCache):
 
 
 class CacheKind(NamedTuple):
-    """A kind of cache: its name for people, what makes one for a text of n tokens, and whether it
-    is exact; if not, it approximates attention to all tokens."""
+    """A kind of cache: its displayed name, a function that makes one for a text of n tokens, and
+    whether it is exact; if not, it approximates full attention."""
 
     name: str
     new_cache: Callable[[int], KVCache]
@@ -315,13 +326,14 @@ class CacheKind(NamedTuple):
 
 
 def small_norm_cache(n_tokens: int, divisor: int) -> SmallNormCache:
-    """Return a cache that keeps a part of n tokens, among them the latest."""
+    """Return a cache that keeps 1 / divisor of n tokens, the latest among them."""
     recent = min(32, n_tokens // 8)
     return SmallNormCache(n_tokens // divisor - recent, recent)
 
 
-# Every kind of cache, by its short name. One more here has equivalence tests, a line in the table
-# below, and a row and a point in the study's table and figure. Windows have a spare slot.
+# Every kind of cache, by its short name. A kind that is added here gets equivalence tests, a line
+# in the table below, and a row and a point in the study's table and figure. A window has a spare
+# slot.
 CACHES = {
     "full": CacheKind("full", lambda n: KVCache(), exact=True),
     "preallocated": CacheKind("full, preallocated", SlidingWindowCache, exact=True),
@@ -342,8 +354,8 @@ CACHES = {
 def read_in_pieces(
     model: nn.Module, cache: KVCache, ids: Tensor, piece_length: int = 1
 ) -> tuple[Tensor, list[float]]:
-    """Read ids (B, T) by so many tokens at once; return the logits (B, T, V) and the milliseconds
-    of each pass."""
+    """Read ids (B, T) in passes of piece_length tokens; return the logits (B, T, V) and the
+    milliseconds of each pass."""
     logits, milliseconds = [], []
     for tokens in ids.split(piece_length, dim=1):
         started = time.perf_counter()
@@ -355,12 +367,15 @@ def read_in_pieces(
 def comparison_table(
     caches: Sequence[tuple[str, nn.Module, Callable[[int], KVCache]]], ids: Tensor
 ) -> str:
-    """Return a table of what each cache costs to read ids (B, T) with, and how far the predictions
-    in the second half are from those of the first one, full attention. Of each: a name, a model,
-    and what makes one for T tokens. Raises ValueError if logits aren't finite."""
+    """Return a table of what reading ids (B, T) costs with each cache, and of how far its
+    predictions in the second half are from those of the first cache, which must be full attention.
+
+    caches: for each, a name, a model, and a function that makes the cache for T tokens. Raises
+    ValueError if logits aren't finite.
+    """
     B, T = ids.shape
     rows, exact_logits = [], None
-    # Else the first cache pays for new memory: twice the time.
+    # A warm-up: else the first cache pays for allocating memory, and takes twice the time.
     read_in_pieces(caches[0][1], KVCache(), ids, max(1, T // 4))
     for name, model, new_cache in caches:
         cache = new_cache(T)

@@ -34,7 +34,7 @@ from support.tokenizers import (
     read_tokenizer,
 )
 
-RANDOM = "random:"  # and a size: an untrained model
+RANDOM = "random:"  # before a size: the name of an untrained model
 HERE = Path(__file__).resolve().parent
 # A file that a tokenizer is made of.
 TOKENIZER_FILE = r"(tokenizer|vocab|merges|spiece)\.(json|txt|model)"
@@ -107,9 +107,10 @@ NAMES = f"a GPT-2: {', '.join(GPT2S)}; a Llama: {', '.join(LLAMAS)}; or a folder
 
 
 def find_file(name_or_path: str, filename: str) -> Path:
-    """Return where a file of a model is, after downloading it if need be. A known name wins over a folder so named.
+    """Return the path of a model's file, after downloading it if need be. A known name takes
+    precedence over a folder of that name.
 
-    Raises ValueError if the model is unknown, OSError if the file can't be had.
+    Raises ValueError if the model is unknown, OSError if the file can't be found or downloaded.
     """
     if name_or_path in PUBLIC:
         return download(PUBLIC[name_or_path], filename)
@@ -151,7 +152,7 @@ def download(checkpoint: Checkpoint, filename: str) -> Path:
             if error.response.status_code != 404:
                 raise
             reason = f"Hugging Face shows no {filename} in {repo} at revision {revision}"
-    # Whatever else a network, its settings, a server or a full disk can do.
+    # Any other fault of a network, its settings, a server or a full disk.
     except Exception as error:
         raise download_error(f"{filename} of {repo}", error) from error
     raise OSError(reason)
@@ -181,12 +182,16 @@ def find_weights(name_or_path: str) -> list[Path]:
 
 
 def find_tokenizer(name_or_path: str, config: dict[str, Any], folder: Path) -> Path | None:
-    """Return the tokenizer's file of a model with its config in a folder, after downloading it if need be; None: the
-    folder has none, and GPT-2's has as many tokens. Raises as find_file() does, ValueError if GPT-2's has not."""
+    """Return the path of a model's tokenizer file, after downloading it if need be; None if the
+    model has no such file, but a vocabulary of GPT-2's size.
+
+    folder: where the model's config.json is. Raises as find_file() does, and ValueError if there is
+    no file and the vocabulary has another size.
+    """
     filenames = {path.name for path in folder.iterdir()}
     is_llama = config.get("model_type") == "llama"
     if TIKTOKEN_FILE not in filenames and folder.resolve().parent == HERE / "pocket":
-        return HERE / "pocket" / "teacher" / TIKTOKEN_FILE  # the models that come along share one
+        return HERE / "pocket" / "teacher" / TIKTOKEN_FILE  # the repository's own models share one
     for filename in READERS:
         if filename in filenames and (is_llama or filename != LLAMA3_FILE):
             return find_file(name_or_path, filename)
@@ -203,7 +208,7 @@ def find_tokenizer(name_or_path: str, config: dict[str, Any], folder: Path) -> P
 # --- From config.json to a config -----------------------------------------------------------------
 
 
-# What config.json may say about the things that our models have only one way of doing.
+# Fields of config.json for which our models support only some values, and these values.
 SUPPORTED = {
     "GPT-2": {
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -224,7 +229,7 @@ SUPPORTED = {
         "quantization_config": (None,),
     },
 }
-# By config.json's model_type; the last is ours: a GPT-2 with more.
+# By config.json's model_type; BCT is ours: a GPT-2 with memory slots.
 KIND_OF_MODEL_TYPE = {"gpt2": "GPT-2", "llama": "Llama", "bct": "BCT"}
 SCRIPT_OF_KIND = {
     "GPT-2": "gpt_kv_cache.py",
@@ -250,7 +255,7 @@ LLAMA_DEFAULTS = {  # those of transformers
     "tie_word_embeddings": False,
     "layer_types": [],
 }
-LLAMA3_SCALING = {  # of frequencies: what rope_type llama3 needs
+LLAMA3_SCALING = {  # the fields that rope_type llama3 needs, to scale frequencies
     "factor": float,
     "low_freq_factor": float,
     "high_freq_factor": float,
@@ -259,7 +264,7 @@ LLAMA3_SCALING = {  # of frequencies: what rope_type llama3 needs
 
 
 def default_class(kind: str) -> type[nn.Module]:
-    """Return the model class that a kind is loaded as."""
+    """Return the class that a model of a kind is loaded as by default."""
     import gpt_kv_cache
     import llama_kv_cache
 
@@ -276,9 +281,9 @@ def kind_of(config: Any) -> str:
 def read_config(path: Path, config_class: type | None) -> Any:
     """Return the config that a Hugging Face config.json describes.
 
-    config_class: of which kind it must be; None: a GPT-2's or a Llama's, as the file says.
-    Dropout stays 0 whatever the file says: a loaded model is there to infer. Raises ValueError on what our models
-    can't represent.
+    config_class: the class of config that the file must describe; None: a GPT-2's or a Llama's, as
+    the file says. Dropout stays 0 whatever the file says, since a loaded model is for inference.
+    Raises ValueError if the file says something that our models can't represent.
     """
     content = {key: value for key, value in read_json(path).items() if value is not None}
     model_type = content.get("model_type", "gpt2")
@@ -302,7 +307,7 @@ def read_config(path: Path, config_class: type | None) -> Any:
 
 
 def gpt2_fields(content: dict[str, Any], types: dict[str, type], path: Path) -> dict[str, Any]:
-    """Return a GPT-2's config, or a BCT's, by field, from the content of a config.json."""
+    """Return the fields of a GPT-2's config, or a BCT's, from the content of a config.json."""
     if "n_positions" in content:  # Hugging Face's name for n_ctx; older files have both
         content = content | {"n_ctx": content["n_positions"]}
     names = {name: name for name in types if name != "dropout"}
@@ -310,7 +315,7 @@ def gpt2_fields(content: dict[str, Any], types: dict[str, type], path: Path) -> 
 
 
 def llama_fields(content: dict[str, Any], types: dict[str, type], path: Path) -> dict[str, Any]:
-    """Return a Llama's config by field, from the content of a config.json."""
+    """Return the fields of a Llama's config from the content of a config.json."""
     content = LLAMA_DEFAULTS | content
     values = select_fields(content, LLAMA_FIELDS, types, (*REQUIRED, "n_inner"), path)
     if not values["norm_eps"] > 0:
@@ -328,8 +333,8 @@ def select_fields(
     required: Sequence[str],
     path: Path,
 ) -> dict[str, Any]:
-    """Return the values that a config.json gives to our fields; names: ours by Hugging Face's. Raises ValueError if one
-    has another type, or a required one is missing."""
+    """Return the values that a config.json gives to our fields. names: our field's name by Hugging
+    Face's. Raises ValueError if a value has another type, or a required one is missing."""
     given = {}
     for public, field in names.items():
         if public in content or field in required:
@@ -375,10 +380,10 @@ def rotary_fields(content: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def read_tensors(name_or_path: str) -> dict[str, Tensor]:
-    """Return a model's tensors by public name (without transformer. or model.), mapped from their files where the
-    format allows it.
+    """Return a model's tensors by public name (without transformer. or model.), memory-mapped from
+    their files where the format allows it.
 
-    Dropped: causal masks and rotary frequencies.
+    Causal masks and rotary frequencies are left out.
     """
     tensors: dict[str, Tensor] = {}
     for path in find_weights(name_or_path):
@@ -393,7 +398,7 @@ def read_tensors(name_or_path: str) -> dict[str, Tensor]:
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Return the tensors of one .safetensors or .bin file. Raises ValueError if it is damaged or something else."""
-    with regular_file(path).open("rb") as file:  # what can't be opened at all says so here
+    with regular_file(path).open("rb") as file:  # a file that can't be opened raises OSError here
         # Files from before PyTorch 1.6 aren't zipped, and can't be mapped.
         is_zipped = file.read(4) == b"PK\x03\x04"
     damaged = f"{path} is cut off, a Git LFS pointer, or not a"
@@ -405,7 +410,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     try:  # weights_only, since a pickle could run code
         with warnings.catch_warnings(action="ignore"):  # of a file that is refused below
             tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipped)
-    except Exception as error:  # a damaged file makes it raise ten kinds of them
+    except Exception as error:  # a damaged file makes it raise errors of ten kinds
         raise ValueError(f"{damaged} PyTorch file of plain tensors") from error
     if not isinstance(tensors, dict):
         tensors = {None: tensors}
@@ -415,7 +420,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         is_plain = (
             tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_nested
         )
-        # A few numbers may claim to be any number of them.
+        # An expanded tensor repeats a few numbers, and may claim to have any number of them.
         if not is_plain or tensor.nbytes > tensor.untyped_storage().nbytes():
             raise ValueError(f"{path}: {name} is sparse, nested, expanded or without numbers")
     return tensors
@@ -447,10 +452,12 @@ def load_model(
     """Return the model of a known name or of a folder in Hugging Face format, in eval mode.
     "random:124M" is an untrained GPT-2 of this size.
 
-    model_class: what it is loaded as; by default gpt_kv_cache.GPT or llama_kv_cache.Llama, as config.json says. The
-    class may have no buffers. Every tensor must have its parameter, of the same shape, and every parameter its tensors:
-    a Llama's q, k and v are joined, and gate and up. Memory: about one copy of the weights, since files are mapped and
-    copied tensor by tensor. Every number must be finite, in the file and in dtype.
+    model_class: the class to load; by default gpt_kv_cache.GPT or llama_kv_cache.Llama, as
+    config.json says. The class may have no buffers. Every tensor in the files must match a
+    parameter in name and shape, and no parameter may be missing. A Llama's q, k and v are joined
+    into one parameter, and so are gate and up. Every number must be finite, in the file and in
+    dtype. Memory: about one copy of the weights, since files are mapped and copied tensor by
+    tensor.
     Raises ValueError or OSError, in one sentence, if the model can't be found, read or represented.
     """
     if name_or_path.startswith(RANDOM):
@@ -478,7 +485,8 @@ def load_model(
 
 
 def drop_head(tensors: dict[str, Tensor], where: str) -> None:
-    """Drop the head's matrix of a model that shares it with its embeddings. Raises ValueError if the two differ."""
+    """Remove lm_head.weight from the tensors of a model whose head shares the embeddings' matrix.
+    Raises ValueError if the two differ."""
     head = tensors.pop("lm_head.weight", None)
     name = "wte.weight" if "wte.weight" in tensors else "embed_tokens.weight"
     embeddings = tensors.get(name, head)
@@ -489,15 +497,19 @@ def drop_head(tensors: dict[str, Tensor], where: str) -> None:
 
 
 def check_sizes(config: Any, tensors: dict[str, Tensor], path: Path) -> None:
-    """Raise ValueError if a size in a config, read from path, is beyond those of the tensors: before a model of it is
-    made, which could take all memory or never end."""
+    """Raise ValueError if a size in a config, which was read from path, is larger than the tensors
+    allow.
+
+    This is checked before a model is made: one with a wrong size could take all memory, or take
+    forever.
+    """
     longest = max((side for tensor in tensors.values() for side in tensor.shape), default=0)
     for name, size in vars(config).items():
         limit, meaning = longest, "longest side of any tensor"
         if name == "n_layer":
             limit, meaning = len(tensors), "number of tensors"
         if name == "n_ctx" and kind_of(config) == "Llama":
-            continue  # no table ends there
+            continue  # no tensor has a row for each position
         if type(size) is int and size > limit:
             raise ValueError(
                 f"{path}: {name} is {size}, but the {meaning} in the weights is {limit}"
@@ -522,9 +534,11 @@ def check_tensors(tensors: dict[str, Tensor], model: nn.Module, where: str) -> N
 
 
 def public_parts(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's parameters as public files hold them, by tensors' names: views, which can be written to.
+    """Return a model's parameters as public files hold them, by the tensors' names: views that can
+    be written to.
 
-    A Llama's matrices, here (in, out), are (out, in) there, and those that are joined here come one by one.
+    A Llama's matrices are (in, out) in our parameters and (out, in) in the files. A parameter that
+    joins several matrices has a view for each of them.
     """
     config, parts = model.config, dict(model.named_parameters())
     if kind_of(config) != "Llama":
@@ -545,8 +559,8 @@ def public_parts(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_finite(name: str, part: Tensor, tensor: Tensor, where: str) -> None:
-    """Raise ValueError if part of a model has NaN or infinity among its numbers, from the file's tensor or from the
-    cast to the model's dtype."""
+    """Raise ValueError if a part of a model has NaN or infinity among its numbers, either from the
+    file's tensor or from the cast to the model's dtype."""
     if all(math.isfinite(x) for x in part.aminmax()):
         return
     largest, limit = tensor.abs().max(), torch.finfo(part.dtype).max
@@ -562,8 +576,9 @@ def check_finite(name: str, part: Tensor, tensor: Tensor, where: str) -> None:
 
 
 def load_tokenizer(name_or_path: str) -> tiktoken.Encoding:
-    """Return the tokenizer of a known name or of a folder, GPT-2's if the folder has none and the size fits. An
-    untrained model's is GPT-2's, or Numbers, with a warning, if that can't be loaded.
+    """Return the tokenizer of a known name or of a folder; GPT-2's if the folder has none and the
+    size of the vocabulary fits. An untrained model has GPT-2's, or Numbers, with a warning, if that
+    can't be loaded.
 
     Raises ValueError or OSError, in one sentence, if there is none.
     """

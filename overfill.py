@@ -48,7 +48,8 @@ from support.tracing import Trace
 
 @dataclass
 class Refresh:
-    """One refresh: after how many written tokens, what it read and replaced, and the time."""
+    """One refresh: the number of tokens written before it, what was read and replaced, and how long
+    it took."""
 
     written: int
     tokens_read: int  # by the teacher, in all rows; 0 if it had read them already
@@ -64,8 +65,8 @@ class Reading(NamedTuple):
 
 
 class RefreshedPair(Pair):
-    """A pair whose student writes, and whose teacher refreshes the student's cache; where their
-    geometry differs, a refresh leaves it as it is."""
+    """A pair whose student writes, and whose teacher refreshes the student's cache. If their
+    geometries differ, a refresh leaves that cache as it is."""
 
     def __init__(
         self,
@@ -77,10 +78,10 @@ class RefreshedPair(Pair):
         super().__init__(teacher, student, ids, new_cache)
         self.newest_reading: Reading | None = None  # the teacher's, of the newest token
         self.written = 0  # tokens after the prompt that the student has read
-        none = torch.zeros_like(ids[:, 0])  # (B,), as each of these counts:
+        none = torch.zeros_like(ids[:, 0])  # (B,), the shape of each of these counts:
         self.tokens_since_refresh = none.clone()  # that the student has read
-        # Tokens that a teacher with this row alone would not have read yet, and those that it has
-        # read after the prompt, in so many passes.
+        # For each row, as if it were the teacher's only one: the tokens that the teacher hasn't
+        # read yet, those after the prompt that it has read, and the number of passes this took.
         self.teacher_unread = none.clone()
         self.teacher_tokens = none.clone()
         self.teacher_passes = none.clone()
@@ -103,8 +104,8 @@ class RefreshedPair(Pair):
         self.teacher_unread.zero_()
 
     def read_token(self, token: Tensor, policy: Policy) -> None:
-        """Let the student read the next token (B, 1), then refresh its cache if the policy says so;
-        past the context the teacher starts again with the later half."""
+        """Let the student read the next token (B, 1), then refresh its cache if the policy says so.
+        If the context is full, the teacher reads its later half again."""
         self.ids = torch.cat([self.ids, token], 1)
         self.written += 1
         self.newest_reading = None
@@ -117,16 +118,18 @@ class RefreshedPair(Pair):
             self.tokens_since_refresh += 1
             self.teacher_unread += 1
         rows = policy.rows_to_refresh(self)
-        if rows.any():  # both caches can cover all of the text, the newest token too
+        if rows.any():  # the newest token is in the student's cache, and is refreshed too
             self.refresh(rows, policy)
 
     def consult_teacher(self, rows: Tensor, policy: Policy) -> Reading:
-        """Let the teacher read, as the policy has it; return what it has read.
+        """Let the teacher read the new tokens, or the policy's window of them; return its reading.
 
-        rows (B,): for which it counts. All rows are read, so that they stay equally long; what a
-        row would cost alone is in teacher_tokens. A second call at the same token returns the same.
-        Raises ValueError, and changes nothing, if the student has read nothing since the teacher
-        handed its cache over.
+        rows (B,): the rows that need it. All rows are read, so that they stay equally long, but
+        only these are counted in teacher_tokens and teacher_passes, which say what each row would
+        cost alone. A second call at the same token returns the same reading.
+
+        Raises ValueError, and changes nothing, if the student has read no token since the last
+        refresh or prefill.
         """
         if self.newest_reading is not None:
             return self.newest_reading
@@ -149,14 +152,14 @@ class RefreshedPair(Pair):
         return self.newest_reading
 
     def student_cache_before(self, count: int) -> KVCache:
-        """Return a cache of all but the last tokens, as the student wrote them; it shares memory."""
+        """Return the student's cache without its last `count` tokens; the two share memory."""
         end = len(self.student_cache) - count
         layers = [kv[..., :end, :] for kv in self.student_cache.layers]
         return KVCache(layers, self.student_cache.pos[:end])
 
     def refresh(self, rows: Tensor, policy: Policy) -> None:
-        """Replace what the student wrote since the last refresh, in the rows (B,) that are true, by
-        the teacher's."""
+        """Replace the student's entries since the last refresh, or the window's, by the teacher's
+        in the rows (B,) that are true."""
         started = time.perf_counter()
         tokens_before = int(self.teacher_tokens.sum())
         counts = self.tokens_since_refresh * rows  # (B,)
@@ -200,8 +203,8 @@ def generate_refreshed(
 
 @torch.no_grad()
 def read_along(pair: RefreshedPair, continuation: Tensor, policy: Policy) -> Iterator[Tensor]:
-    """Let a pair read a continuation (B, N) of its prompts, as if it wrote it; yield the logits
-    (B, V) after each."""
+    """Let a pair read a continuation (B, N) of its prompts as if the pair had written it; yield the
+    logits (B, V) after each token."""
     pair.prefill()
     for token in continuation.split(1, 1):
         pair.read_token(token, policy)
@@ -213,12 +216,12 @@ def read_along(pair: RefreshedPair, continuation: Tensor, policy: Policy) -> Ite
 
 @dataclass(frozen=True)
 class Policy:
-    """When the teacher refreshes, and how much of the cache. This one: never, which is OverFill as
-    it is."""
+    """When the teacher refreshes, and how much of the cache. This base class never refreshes, which
+    is plain OverFill."""
 
-    window = None  # at most so many tokens are replaced
-    # Whether the teacher reads only the window, on top of the student's cache, which approximates an
-    # approximation; or all that it has not read yet, on its own cache.
+    window = None  # the most tokens that a refresh replaces; None: no limit
+    # True: the teacher reads only the window, on top of the student's cache, which is a second
+    # approximation. False: it reads all tokens that it has not read yet, on its own cache.
     reads_window = False
 
     def rows_to_refresh(self, pair: RefreshedPair) -> Tensor:
@@ -228,12 +231,15 @@ class Policy:
 
 @dataclass(frozen=True)
 class Periodic(Policy):
-    """Every `every` tokens. With a window at most its tokens are replaced, and with reads_window
-    that is also all that the teacher reads, k_r = min(W, tokens since the last refresh), as in the
-    source's cost formula; the source's listing lets it read all new tokens. The speculative refresh
-    is this one too: the student writes a burst, and the teacher corrects exactly that.
+    """Refresh every `every` tokens.
 
-    Raises ValueError if a value is below 1, or the window that the teacher reads isn't given.
+    With a window W, at most the last W tokens are replaced. With reads_window, these are also all
+    that the teacher reads, k_r = min(W, tokens since the last refresh), as in the source's cost
+    formula; in the source's listing it reads all new tokens. The source's speculative refresh is
+    this policy, too: the student writes a burst of tokens, and the teacher corrects exactly that
+    burst.
+
+    Raises ValueError if a value is below 1, or if reads_window is set without a window.
     """
 
     every: int
@@ -253,9 +259,9 @@ class Periodic(Policy):
 
 @dataclass(frozen=True)
 class Gate(Policy):
-    """If a signal exceeds a threshold, but no sooner than `cooldown` tokens after a refresh: the
-    cause of a high signal is often a hard word, and still there at the next token. Looked at every
-    so many tokens. Raises ValueError if the threshold is no number."""
+    """Refresh if a signal exceeds a threshold, but no sooner than `cooldown` tokens after the last
+    refresh: a high signal often comes from a hard word, which is still there at the next token. The
+    signal is computed every `every` tokens. Raises ValueError if the threshold is NaN."""
 
     threshold: float
     cooldown: int = 16
@@ -272,13 +278,13 @@ class Gate(Policy):
         return (self.signal(pair) > self.threshold) & ready
 
     def signal(self, pair: RefreshedPair) -> Tensor:
-        """Return (B,) how much each row may need a refresh."""
+        """Return the signal (B,): the higher it is, the more a row may need a refresh."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Entropy(Gate):
-    """If the student is unsure of the next token: entropy in bits."""
+    """Refresh if the student is unsure of the next token. The signal is the entropy in bits."""
 
     def signal(self, pair: RefreshedPair) -> Tensor:
         return entropy(pair.logits)
@@ -286,8 +292,8 @@ class Entropy(Gate):
 
 @dataclass(frozen=True)
 class ProbeKL(Gate):
-    """If teacher and student disagree: every `every` tokens the teacher reads along, KL(teacher ||
-    student) in nats."""
+    """Refresh if teacher and student disagree. Every `every` tokens the teacher reads along; the
+    signal is KL(teacher || student) in nats."""
 
     def signal(self, pair: RefreshedPair) -> Tensor:
         all_rows = torch.ones_like(pair.tokens_since_refresh, dtype=torch.bool)
@@ -296,7 +302,8 @@ class ProbeKL(Gate):
 
 @dataclass(frozen=True)
 class MonteCarloDropout(Gate):
-    """If passes with dropout disagree with one another: U(t), the variance of their logits."""
+    """Refresh if passes with dropout disagree with one another. The signal is U(t), the variance of
+    their logits."""
 
     passes: int = 8
     rate: float = 0.1  # the dropout that the student was trained with
@@ -316,7 +323,7 @@ def logit_variance(logits: Tensor) -> Tensor:
 
 
 def set_dropout(model: nn.Module, rate: float) -> None:
-    """Set all dropout of a model, which acts in training only."""
+    """Set the rate of all dropout in a model, which acts in train() only."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = rate
@@ -326,7 +333,7 @@ def set_dropout(model: nn.Module, rate: float) -> None:
 
 @contextmanager
 def active_dropout(model: nn.Module, rate: float) -> Iterator[None]:
-    """Let dropout act in a model at this rate, and then no more."""
+    """Switch on a model's dropout, at this rate, within a with-block; then back to eval()."""
     set_dropout(model, rate)
     model.train()
     try:
@@ -343,17 +350,17 @@ def dropout_logits(
     """Return the logits (B, N, V) of N passes with dropout over the last token (B, 1) that a cache
     holds.
 
-    The passes are queries side by side: all see the tokens before, each its own keys and values of
-    the last. So they cost what reading N tokens does, and the cache stays as it is. Source: section
-    "Monte Carlo Dropout".
+    The passes are N queries side by side: each sees the tokens before the last one, and its own key
+    and value of the last one. So together they cost as much as reading N tokens, and the cache
+    stays as it is. Source: section "Monte Carlo Dropout".
     """
     with active_dropout(model, rate):
         return model(token.expand(-1, passes), SideBySide(cache, passes))
 
 
 class SideBySide:
-    """What a model takes as its cache while N queries stand side by side at the position of the last
-    token of a cache: each sees the tokens before and itself. It keeps nothing."""
+    """The cache for a pass of N queries side by side, all at the position of another cache's last
+    token. Each query sees the tokens before that one, and itself. Nothing is kept."""
 
     def __init__(self, cache: KVCache, passes: int) -> None:
         self.length = len(cache) - 1
@@ -495,7 +502,7 @@ def print_continuation(
 
 
 def tokens_per_second(tokens: Iterator[Tensor]) -> float:
-    """Let tokens be written, and return how many were in a second."""
+    """Generate all tokens, and return how many that is per second."""
     seconds, written = time_call(lambda: list(tokens))
     return len(written) / seconds
 
@@ -509,8 +516,9 @@ def demo(
     new_tokens: int,
     seed: int,
 ) -> None:
-    """Print how far the predictions of the student, and of pairs of both, are from the teacher's on
-    texts that it has sampled, the nearest first, and how long each takes to write a text.
+    """Compare the student alone, and pairs of both models, with the teacher on texts that the
+    teacher has sampled. Print how far their predictions are from the teacher's, the nearest first,
+    and how fast each writes a text.
 
     The texts begin as six documents of the corpus do. Raises ValueError if a beginning and the new
     tokens exceed the context, or if there are fewer than 2 new tokens.
@@ -584,7 +592,7 @@ def main(argv: list[str] | None = None) -> None:
         "--policy",
         default="periodic:64 periodic:16",
         metavar="P",
-        help=f"when to refresh, by policies with spaces between them, each {when}",
+        help=f"when to refresh: policies, separated by spaces, each {when}",
     )
     one_way.add_argument(
         "--policy", default="periodic:64", metavar="P", help=f"when to refresh, {when}"

@@ -5,7 +5,8 @@ batch and in blocks; `paged.py serve FILE` continues every line of a file, once 
 A cache with room for the longest text wastes most of it on the others. Blocks of a few tokens are
 handed out as texts grow, and each text has a table of its blocks. Texts that begin alike list the same
 blocks; a text that writes to a shared block gets a copy of its own. If no block is free, the youngest
-text gives its blocks back and is read again later. Every text gets the same tokens as alone.
+text gives its blocks back and is read again later. Every text gets the same tokens as if it were
+served alone.
 
 Shapes: T tokens fed, of all texts together; S slots of all their blocks; L layers, H heads, D head
 size, N blocks, b tokens of a block.
@@ -31,14 +32,17 @@ from gpt_kv_cache import check_options, context_start, sample
 from support.geometry import kv_heads
 from support.prefix import common_prefix_length
 
-FAR = 1 << 40  # a position after every query's
-MAX_RUNNING = 16  # texts that are written at once, by default
+FAR = 1 << 40  # a position that comes after that of every query
+MAX_RUNNING = 16  # the most texts that have blocks at once, by default
 
 
 @dataclass(eq=False)
 class Text:
-    """Tokens of a text, and the blocks that hold their keys and values. Of the tokens from context_start on, the
-    first n_read have been read: number t of them is in slot t % b of block block_table[t // b]."""
+    """The tokens of a text, and the blocks that hold their keys and values.
+
+    The first n_read tokens from index context_start on have been read. Token number t of these is
+    in slot t % b of block block_table[t // b].
+    """
 
     number: int  # texts are numbered as they arrive
     ids: list[int]
@@ -47,18 +51,18 @@ class Text:
     temperature: float = 0.0
     top_k: int | None = None
     generator: torch.Generator | None = None  # its own: its draws don't depend on other texts
-    context_start: int = 0  # what is before it has been forgotten: the context was full
+    context_start: int = 0  # earlier tokens have been forgotten: the context was full
     n_read: int = 0
     block_table: list[int] = field(default_factory=list)
 
     @property
     def n_unread(self) -> int:
-        """Tokens that have to be fed before the next one can be written."""
+        """The number of tokens that have to be fed before the next one can be written."""
         return len(self.ids) - self.context_start - self.n_read
 
 
 class PrefixEntry(NamedTuple):
-    """Where a block is found: its tokens, among the blocks that follow the same block."""
+    """The place of a block in PagedCache.children: the dict that lists it, and its key there."""
 
     siblings: dict[tuple[int, ...], int]
     tokens: tuple[int, ...]
@@ -67,10 +71,12 @@ class PrefixEntry(NamedTuple):
 class PagedCache:
     """Keys and values of any number of texts, in N blocks of b tokens that are allocated once.
 
-    ref_count[block] is the number of tables that list a block; at 0 it is free. children[parent] maps the tokens of
-    each full block that follows the block `parent` to it: so a text finds blocks that begin as it does. The parent
-    stands for all tokens before it; -1 is a text's beginning. A free block can still be found until it is allocated
-    again: the one that was freed first is allocated first.
+    ref_count[block] is the number of block tables that list a block; a block with 0 is free.
+    children[parent] lists the full blocks that follow the block `parent`, by their tokens, so that
+    a new text can find the blocks that hold its beginning. A parent stands for all tokens up to its
+    end; -1 stands for the beginning of a text. A free block can be found until it is allocated
+    again. Blocks that can't be found are allocated first, then those that have been free for
+    longest.
     """
 
     def __init__(self, model: nn.Module, n_blocks: int, block_size: int = 16) -> None:
@@ -90,44 +96,47 @@ class PagedCache:
         self.free_blocks = OrderedDict.fromkeys(range(n_blocks))  # in the order of allocation
         self.children: list[dict[tuple[int, ...], int]] = [{} for _ in range(n_blocks + 1)]
         self.prefix_entries: list[PrefixEntry | None] = [None] * n_blocks
-        self.gather_buffer = self.pool.new_empty(0)  # new memory in every layer is slow
+        self.gather_buffer = self.pool.new_empty(0)  # allocating memory in every layer is slow
 
     def allocate(self) -> int:
-        """Take the next free block for a table, and return it."""
+        """Take the next free block for a block table, and return its number."""
         block = next(iter(self.free_blocks))
         self.evict(block)
         self.add_reference(block)
         return block
 
     def add_reference(self, block: int) -> None:
-        """Count one more table that lists a block."""
+        """Note that one more block table lists a block."""
         self.free_blocks.pop(block, None)
         self.ref_count[block] += 1
 
     def remove_reference(self, block: int) -> None:
-        """Count one table less. A block that no table lists is free."""
+        """Note that one block table fewer lists a block. A block that no table lists is free."""
         self.ref_count[block] -= 1
         if self.ref_count[block] == 0:
             self.free_blocks[block] = None
-            if not self.prefix_entries[block]:  # useless to others: allocated next
+            if not self.prefix_entries[block]:  # no text can find it: it is allocated next
                 self.free_blocks.move_to_end(block, last=False)
 
     def evict(self, block: int) -> None:
-        """Make a block, and those that follow it, impossible to find: it is about to hold other tokens."""
+        """Make sure that no text can find a block, or those that follow it: its tokens are about to
+        change."""
         evicted = [block] if self.prefix_entries[block] else []
         while evicted:
             block = evicted.pop(0)
             siblings, tokens = self.prefix_entries[block]
             del siblings[tokens]
-            # A text lists a block only with all before it: those that follow a free one are free.
+            # A text that lists a block lists all blocks before it, so the blocks that follow a free
+            # block are free.
             evicted += self.children[block].values()
             self.prefix_entries[block] = None
             if block in self.free_blocks:
                 self.free_blocks.move_to_end(block, last=False)
 
     def reuse_prefix(self, text: Text) -> None:
-        """Give a text without blocks those that begin with its tokens, the last of them perhaps in
-        part. A token stays unread: only a pass gives logits."""
+        """Give a text without blocks the cached blocks that hold its first tokens; the last of
+        these blocks may be used in part. The text's last token stays unread, since only a forward
+        pass gives logits."""
         while text.n_read % self.block_size == 0:
             ids = tuple(text.ids[text.context_start + text.n_read : -1][: self.block_size])
             children = self.children[text.block_table[-1] if text.block_table else -1]
@@ -140,16 +149,16 @@ class PagedCache:
             text.n_read += n_shared
 
     def blocks_needed(self, text: Text, n: int) -> tuple[int, bool]:
-        """Return how many blocks a text lacks for n tokens more, and whether its last one, to which they would be
-        written, is shared."""
+        """Return how many more blocks a text needs for n more tokens, and whether the block that
+        they would begin in is shared with other texts."""
         index, n_used = divmod(text.n_read, self.block_size)
         is_shared = n_used > 0 and self.ref_count[text.block_table[index]] > 1
         n_blocks = math.ceil((text.n_read + n) / self.block_size)
         return max(0, n_blocks - len(text.block_table)), is_shared
 
     def allocate_slots(self, text: Text, n: int, n_reserved: int = 0) -> bool:
-        """Give a text the blocks for n tokens more, and a copy of its last one if that is shared. Return False, and
-        change nothing, if fewer than n_reserved blocks would stay free."""
+        """Give a text the blocks for n more tokens, and a copy of its last block if that is shared.
+        Return False, and change nothing, if fewer than n_reserved blocks would stay free."""
         n_new, is_shared = self.blocks_needed(text, n)
         if n_new + is_shared + n_reserved > len(self.free_blocks):
             return False
@@ -175,17 +184,20 @@ class PagedCache:
         text.n_read = n
 
     def free(self, text: Text) -> None:
-        """Take all blocks of a text back; its full ones can be found until they are allocated again."""
+        """Remove all blocks from a text's table; full blocks can be found until they are allocated
+        again."""
         self.truncate(text, 0)
 
     def gather(self, layer: int, blocks: Tensor) -> Tensor:
-        """Return a layer's keys and values (2, H, S, D) of some blocks, until the next call."""
+        """Return a layer's keys and values (2, H, S, D) in some blocks. The next call overwrites
+        them."""
         out = self.gather_buffer.resize_(0)  # which keeps its memory
         return torch.index_select(self.pool[layer], 2, blocks, out=out).flatten(2, 3)
 
     def commit(self, text: Text, n: int) -> None:
-        """Count n tokens more of a text as read. A block that is full now can be found; if there is one that holds
-        the same tokens after the same tokens, that one takes its place."""
+        """Count n more tokens of a text as read. Other texts can now find the blocks that have
+        become full. If another block holds the same tokens after the same prefix, it replaces the
+        new one in the table."""
         first_block = text.n_read // self.block_size
         text.n_read += n
         for index in range(first_block, text.n_read // self.block_size):
@@ -202,20 +214,21 @@ class PagedCache:
 
 
 class Batch:
-    """What a model takes as the cache of a pass over tokens of many texts, one after the other in a
-    single row (1, T): no text is padded to another's length, and a shared block is read once.
+    """The cache for one pass over tokens of many texts, which follow one another in a single row
+    (1, T): no text is padded to another's length, and a shared block is read once.
 
-    A pass that fails changes nothing: what it wrote lies behind the tokens that count as read. One whose keys and values
-    aren't finite fails, with a ValueError.
+    A failed pass changes nothing: what it wrote lies behind the tokens that count as read. A pass
+    whose keys or values aren't finite fails with a ValueError.
     """
 
     def __init__(self, cache: PagedCache, texts: Sequence[Text], counts: Sequence[int]) -> None:
-        """counts[i] tokens of texts[i] will be fed. Raises ValueError if a text lacks blocks for them."""
+        """counts[i]: the number of tokens of texts[i] that will be fed. Raises ValueError if a text
+        lacks blocks for them."""
         for text, n in zip(texts, counts, strict=True):
             check_slots(cache, text, n)
         self.cache, self.texts, self.counts, self.layers = cache, texts, counts, cache.pool
         device, size = cache.pool.device, cache.block_size
-        # Of each token that is fed: which text it is of, and its position there.
+        # For each token that is fed: the row of its text, and its position in that text.
         rows, positions = [], []
         for row, (text, n) in enumerate(zip(texts, counts, strict=True)):
             rows += [row] * n
@@ -269,7 +282,7 @@ class Batch:
 
 
 def check_slots(cache: PagedCache, text: Text, n: int) -> None:
-    """Raise ValueError if n tokens more don't fit into blocks that are the text's own."""
+    """Raise ValueError if a text's own blocks have no room for n more tokens."""
     n_new, is_shared = cache.blocks_needed(text, n)
     if n_new or is_shared:
         own = f"{len(text.block_table)} blocks of {cache.block_size} of its own"
@@ -279,8 +292,8 @@ def check_slots(cache: PagedCache, text: Text, n: int) -> None:
 
 
 def slot_positions(tables: list[list[int]], blocks: list[int], cache: PagedCache) -> Tensor:
-    """Return which position each slot of some blocks has in each text (texts, S): FAR in a text whose table doesn't
-    list the block."""
+    """Return the position (texts, S) that each slot of some blocks has in each text: FAR in a text
+    whose table doesn't list the block."""
     begins = torch.full((len(tables), cache.n_blocks), FAR)  # where a block begins in a text
     for row, table in enumerate(tables):
         begins[row, table] = torch.arange(len(table)) * cache.block_size
@@ -288,8 +301,9 @@ def slot_positions(tables: list[list[int]], blocks: list[int], cache: PagedCache
 
 
 class Server:
-    """Texts that wait, are read and are written. Every step is one pass of the model: over a chunk
-    of the one text that is being read, or over the last token of all that are being written."""
+    """Texts that wait, are prefilled and are decoded. Every step is one pass of the model: over a
+    chunk of the one text that is being prefilled, or over the last token of all texts that are
+    being decoded."""
 
     def __init__(
         self,
@@ -298,22 +312,23 @@ class Server:
         chunk_size: int = 64,
         max_running: int = MAX_RUNNING,
     ) -> None:
-        """chunk_size: the most tokens of a prompt in a pass; max_running: the most texts that are written at once.
-        Masked or not, all their tokens meet in attention, whose cost is the square of their number."""
+        """chunk_size: the most tokens of a prompt in a pass; max_running: the most texts that have
+        blocks at once. Attention is computed between all tokens in a pass, masked or not, so its
+        cost grows with the square of the number of texts."""
         if chunk_size < 1 or max_running < 1:
             raise ValueError(
                 f"chunk_size {chunk_size} and max_running {max_running} must be at least 1"
             )
         self.model, self.cache = model, cache
         self.chunk_size, self.max_running = chunk_size, max_running
-        self.texts: list[Text] = []  # that aren't complete, in order of arrival
-        self.n_arrived = 0  # texts
+        self.texts: list[Text] = []  # those that aren't complete, in order of arrival
+        self.n_arrived = 0  # texts so far
         self.n_preempted = 0  # times that a text had to give its blocks back
-        self.prefilled_last = False  # whether the last step was one of reading: they take turns
+        self.prefilled_last = False  # whether the last step prefilled: it takes turns with decoding
 
     @property
     def busy(self) -> bool:
-        """Whether a text isn't complete."""
+        """Whether some text isn't complete."""
         return bool(self.texts)
 
     @property
@@ -328,12 +343,12 @@ class Server:
 
     @property
     def prefilling(self) -> Text | None:
-        """The text that is being read: no other one is before its last token is left."""
+        """The text that is being prefilled, or None. Only one text is prefilled at a time."""
         return next((text for text in self.running if text.n_unread > 1), None)
 
     @property
     def decoding(self) -> list[Text]:
-        """The texts that are being written, with one unread token each."""
+        """The texts that are being decoded, with one unread token each."""
         return [text for text in self.running if text.n_unread == 1]
 
     def check(
@@ -365,7 +380,8 @@ class Server:
         top_k: int | None = None,
         seed: int = 0,
     ) -> int:
-        """Let a prompt wait, and return its number. Raises ValueError as check() does."""
+        """Add a prompt to the waiting texts, and return its number. Raises ValueError as check()
+        does."""
         self.check(ids, max_new_tokens, temperature, top_k)
         generator = torch.Generator(self.cache.pool.device).manual_seed(seed)
         text = Text(
@@ -385,8 +401,9 @@ class Server:
 
     @torch.no_grad()
     def step(self) -> list[tuple[int, int]]:
-        """Admit what fits, run one pass, and return the texts that it wrote to and the tokens. Raises ValueError, and
-        adds no token to any text, if keys, values or logits aren't finite."""
+        """Admit the texts that fit, run one pass, and return (text number, token) for each token
+        that it wrote. Raises ValueError, and adds no token to any text, if keys, values or logits
+        aren't finite."""
         while self.waiting and not self.prefilling and len(self.running) < self.max_running:
             if not self.admit():
                 break
@@ -413,31 +430,33 @@ class Server:
         return [self.write_token(text, token) for text, token in chosen]
 
     def admit(self) -> bool:
-        """Give the first waiting text the blocks that its tokens need, if one is left for each that
-        is running; else return False."""
+        """Give the first waiting text the blocks that its tokens need, if one block per running
+        text stays free; return False otherwise."""
         text, n_reserved = self.waiting[0], len(self.running)
-        self.cache.reuse_prefix(text)  # with blocks it counts among those that are running
+        self.cache.reuse_prefix(text)  # with blocks, the text counts as running
         if self.cache.allocate_slots(text, text.n_unread, n_reserved):
             return True
         self.cache.free(text)
         return False
 
     def allocate_for_decoding(self) -> list[Text]:
-        """Make room for a token of each text that is being written, the oldest first; return them.
-        If no block is free, the youngest of all is preempted. That is never the oldest, which fits alone: some text
-        always gets on."""
+        """Make room for one more token in each text that is being decoded, the oldest first; return
+        these texts. If no block is free, the youngest text is preempted. The oldest text fits alone
+        and is never preempted, so some text always makes progress."""
         for text in self.decoding:
             while text.block_table and not self.cache.allocate_slots(text, 1):
                 self.preempt()
         return self.decoding
 
     def preempt(self) -> None:
-        """Take the youngest text's blocks back: it will be read again later, with what it has written."""
+        """Take the youngest running text's blocks back. It will be read again later, with the
+        tokens that it has written."""
         self.cache.free(self.running[-1])
         self.n_preempted += 1
 
     def write_token(self, text: Text, token: int) -> tuple[int, int]:
-        """Add a token to a text that has been read; continue or retire it."""
+        """Append a token to a text; retire the text if it is complete. Return the text's number and
+        the token."""
         text.ids.append(token)
         start = context_start(len(text.ids), self.model.context)
         if token in text.stop_ids or len(text.ids) == text.max_length:
@@ -461,17 +480,20 @@ def serve(
     seed: int = 0,
     **options: Any,
 ) -> Iterator[tuple[int, int]]:
-    """Yield (text, token) as they come. Text i continues prompt i // samples, and draws with
-    seed + i. Its tokens are those that generate() yields for it alone with that seed, up to what
-    rounding does to a tie. Samples of one prompt share the blocks that hold it.
-    options: stop_ids, temperature and top_k, of all texts.
-    Raises ValueError, at the first token, if a prompt can't be served, as Server.check() does."""
+    """Yield (text number, token) as soon as each token is known.
+
+    Text i continues prompt i // samples and is sampled with the seed `seed + i`. Its tokens are
+    those that generate() yields for it alone with that seed, up to ties that rounding decides.
+    Samples of one prompt share the blocks that hold it.
+    options: stop_ids, temperature and top_k, the same for all texts.
+    Raises ValueError, at the first token, if a prompt can't be served, as Server.check() does.
+    """
     server = Server(model, PagedCache(model, n_blocks, block_size), chunk_size)
     for ids in prompts:
         server.check(ids, max_new_tokens)
     for i in range(samples * len(prompts)):
         server.add(prompts[i // samples], max_new_tokens, seed=seed + i, **options)
-        while len(server.texts) >= 2 * server.max_running:  # the others need not wait in memory
+        while len(server.texts) >= 2 * server.max_running:  # the others are added later
             yield from server.step()
     while server.busy:
         yield from server.step()
@@ -506,7 +528,7 @@ def main(argv: list[str] | None = None) -> None:
     service.add_argument(
         "--blocks", **count, help="blocks for all texts together; default: enough for all"
     )
-    service.add_argument("--samples", default=1, **count, help="continue each line so many times")
+    service.add_argument("--samples", default=1, **count, help="continuations of each line")
     service.add_sampling_arguments()
     with cli.parse(argv) as args:
         if args.action == "serve":

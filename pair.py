@@ -1,9 +1,9 @@
 """Two models at work on the same text: a teacher, which reads it, and a student, which continues from
 the teacher's KV cache.
 
-overfill.py lets the student write, and refreshes its cache; speculate.py lets it draft, and the
-teacher check the drafts. The teacher's cache serves a student with the same layers, heads and head
-size; any other student reads everything itself.
+In overfill.py the student writes, and the teacher refreshes its cache; in speculate.py the student
+drafts, and the teacher checks the drafts. A student with the same layers, heads and head size can
+use the teacher's cache; any other student reads everything itself.
 
 Shapes: B texts, T tokens, S tokens in a cache, H heads, D head size, V vocabulary.
 """
@@ -23,8 +23,9 @@ from support.geometry import kv_heads, rotary_settings
 
 
 def geometry(config: Any) -> dict[str, Any]:
-    """Return what keys and values, and the positions in them, depend on. Of heads those of keys and
-    values: more heads of queries may read them. Rotated keys serve only equal rotations."""
+    """Return the settings that decide whether one model's keys and values fit another model. The
+    heads counted are those of keys and values, which several query heads may share. Rotated keys
+    fit only a model that rotates them in the same way."""
     return {
         "n_layer": config.n_layer,
         "n_kv_head": kv_heads(config),
@@ -35,7 +36,7 @@ def geometry(config: Any) -> dict[str, Any]:
 
 
 def geometry_difference(teacher: nn.Module, student: nn.Module) -> str:
-    """Return how the geometry of the two differs, "" if one's cache serves the other."""
+    """Return how the geometries of two models differ, "" if the cache of one fits the other."""
     needed, given = geometry(teacher.config), geometry(student.config)
     differences = []
     for name in needed:
@@ -45,11 +46,11 @@ def geometry_difference(teacher: nn.Module, student: nn.Module) -> str:
 
 
 def splice_last(cache: KVCache, source: KVCache, counts: Tensor) -> None:
-    """Replace in place the last counts (B,) tokens of each row of a cache by those of a source that
-    ends where it does.
+    """In each row of a cache, replace the last tokens in place by those of `source`, which must end
+    at the same position.
 
-    Raises ValueError, and changes nothing, if the two don't end at the same position or one has too
-    few tokens.
+    counts (B,): how many tokens to replace in each row. Raises ValueError, and changes nothing, if
+    the two don't end at the same position or one has too few tokens.
     """
     n = int(counts.max())
     end, source_end = int(cache.positions(1)), int(source.positions(1))
@@ -68,8 +69,8 @@ def splice_last(cache: KVCache, source: KVCache, counts: Tensor) -> None:
 class Pair:
     """A teacher and a student at work on the same texts.
 
-    The student's cache begins as the teacher's, of the prompt. Where their geometry differs the
-    student reads the prompt itself.
+    The student starts from a copy of the teacher's cache of the prompt. If their geometries differ,
+    the student reads the prompt itself.
     """
 
     def __init__(
@@ -91,12 +92,12 @@ class Pair:
         self.n_ctx = min(teacher.config.n_ctx, student.config.n_ctx)
         self.cached_from = 0  # index in ids of the first cached token
         self.teacher_cache = new_cache()  # what the teacher has read
-        self.student_cache = new_cache()  # what the student writes on
-        self.logits = torch.empty(0)  # (B, V), what comes next, by whoever read last
+        self.student_cache = new_cache()  # the student extends it as it writes
+        self.logits = torch.empty(0)  # (B, V) of the next token, by the model that read last
 
     def prefill(self) -> None:
-        """Let the teacher read the text, or what of it stays in the context, and hand its cache
-        over."""
+        """Let the teacher read the part of the text that is in the context, and hand its cache over
+        to the student."""
         self.cached_from = context_start(self.ids.size(1), self.n_ctx)
         self.teacher_cache, self.student_cache = self.new_cache(), self.new_cache()
         logits = self.teacher(self.ids[:, self.cached_from :], self.teacher_cache, last_only=True)
@@ -107,8 +108,7 @@ class Pair:
             self.student(self.ids[:, self.cached_from :], self.student_cache, last_only=True)
 
     def copy_teacher_cache(self, first: int) -> None:
-        """Replace the student's entries, from this index in its cache on, by a copy of the
-        teacher's."""
+        """Replace the student's cache, from index `first` on, by a copy of the teacher's."""
         self.student_cache.truncate(first)
         pos = self.teacher_cache.pos[first:]
         for layer, kv in enumerate(self.teacher_cache.layers):
@@ -128,8 +128,12 @@ def load_pair(
     consequence: str = "a refresh changes nothing",
     **options: Any,
 ) -> tuple[nn.Module, nn.Module, tiktoken.Encoding]:
-    """Return two models and their tokenizer, and print it if the teacher's cache doesn't fit the
-    student, with the consequence. Raises ValueError if they don't have the same tokenizer."""
+    """Return a teacher, a student and their tokenizer.
+
+    If the teacher's cache doesn't fit the student, a printed line says why, and names the
+    consequence. options: those of load_model(). Raises ValueError if the two have different
+    tokenizers.
+    """
     tokenizer, student_tokenizer = load_tokenizer(teacher), load_tokenizer(student)
     tokens = tokenizer.decode_tokens_bytes(range(tokenizer.n_vocab))
     if tokens != student_tokenizer.decode_tokens_bytes(range(student_tokenizer.n_vocab)):

@@ -3,12 +3,12 @@ cache. Without arguments, the proposal goes through its own falsification test, 
 seconds; `ask` answers a question as proposed, by our summary tokens and exactly.
 `python3 -m studies.projection` runs the whole test.
 
-Stage 1, one linear map a head, turns the cache of a prompt into m summary tokens, which the
-prompt's last query reads as it reads the cache. Stage 2, a ridge regression on pairs of similar
-prompts, turns the summary tokens of a stored prompt into those of a similar one. They stand at
-positions 0 to m - 1, the last token of the new prompt follows, and its logits are the first
-token's. This is an approximation: only the first token comes from it, and the whole prompt is read
-meanwhile.
+Stage 1, one linear map for each head, turns the cache of a prompt into m summary tokens. They are
+fitted so that the prompt's last query reads from them what it reads from the cache. Stage 2, a
+ridge regression on pairs of similar prompts, turns the summary tokens of a stored prompt into those
+of a similar one. They stand at positions 0 to m - 1, and the last token of the new prompt follows;
+its logits give the first new token. This is an approximation: only the first token comes from it,
+and the whole prompt is read meanwhile.
 
 Shapes: L layers, H heads, D head size, T tokens, m summary tokens, N prompts, F features of a head
 (2 T D of a cache, 2 m D of summary tokens).
@@ -58,10 +58,10 @@ from support.tables import table
 from support.tokenizers import END_OF_TEXT
 
 LOSS_PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1)  # of stage 1, for cross-validation
-VALIDATION_PROMPTS = 120  # prompts on which that is done
+VALIDATION_PROMPTS = 120  # prompts for this cross-validation
 STEPS = 200  # of L-BFGS, for each head
-START_PENALTY = 1e-2  # of the ridge that begins it at the means of a prompt's parts
-MIN_SCALE = 1e-2  # of a feature, in units of the mean: what hardly varies isn't blown up
+START_PENALTY = 1e-2  # of the ridge regression on segment means from which L-BFGS starts
+MIN_SCALE = 1e-2  # of a feature, over the mean scale: near-constant ones aren't blown up
 
 
 # --- A prompt: how it is divided, its exact cache and its queries ---------------------------------
@@ -69,8 +69,9 @@ MIN_SCALE = 1e-2  # of a feature, in units of the mean: what hardly varies isn't
 
 @dataclass(frozen=True)
 class Layout:
-    """How a prompt is divided: tokens that m summary tokens stand for, then `tail` tokens that are
-    fed, at their true positions or, as proposed, right after the summary tokens."""
+    """How a prompt is divided: first the tokens that m summary tokens stand for, then the last
+    `tail` tokens, which are fed. The tail stands at its true positions or, as proposed, right after
+    the summary tokens."""
 
     m: int
     tail: int = 1
@@ -87,15 +88,16 @@ class Prefill:
 
     ids: list[int]
     kv: Tensor  # (L, 2, H, T, D)
-    q: Tensor  # (L, H, at most 64, D), queries of the last tokens; H: of queries, perhaps more
+    q: Tensor  # (L, H, at most 64, D), queries of the last tokens; here H counts query heads
     hidden: Tensor  # (C,), the last block's output at the last token
     logits: Tensor  # (V,), of the token after the prompt
 
 
 @torch.no_grad()
 def prefill(model: nn.Module, ids: Sequence[int], tail: int = 64) -> Prefill:
-    """Run a prompt through the model exactly, and record the data of the two stages' fits."""
-    # Of each layer's attention the first one, the queries (1, H, T, D); then of ln_f (1, 1, C).
+    """Run a prompt through the model exactly, and record the data that both stages are fitted
+    on."""
+    # The first input of each layer's attention, the queries (1, H, T, D), then of ln_f (1, 1, C).
     inputs: list[Tensor] = []
 
     def record_input(_: nn.Module, module_args: tuple[Tensor, ...]) -> None:
@@ -119,17 +121,18 @@ def prefill(model: nn.Module, ids: Sequence[int], tail: int = 64) -> Prefill:
 
 
 def shift_positions(model: nn.Module, x: Tensor, offsets: Tensor) -> Tensor:
-    """Move keys or queries x (..., S, D) by positions (S,): a Llama's, since a GPT-2's don't
-    change."""
+    """Rotate a Llama's keys or queries x (..., S, D) by `offsets` (S,) more positions. A GPT-2's
+    don't depend on rotations and are returned unchanged."""
     if not rotary_settings(model.config):
         return x
     return rotate(x, rotation(offsets, model.config))
 
 
 def tail_queries(model: nn.Module, prompt: Prefill, tail: int = 1) -> Tensor:
-    """Return the queries (L, H, R, D) of a prompt's last tokens that read each head of keys,
-    relative to the first of these tokens: R is the tail, in a Llama times the query heads that
-    share a head of keys. Raises ValueError if fewer were recorded."""
+    """Return the queries (L, H, R, D) of a prompt's last `tail` tokens, by the head of keys that
+    they read, at positions relative to the first of these tokens. R is `tail`, in a Llama times the
+    number of query heads that share a head of keys. Raises ValueError if fewer queries were
+    recorded."""
     if tail > prompt.q.size(-2):
         raise ValueError(
             f"a tail of {tail} tokens needs as many queries, but {prompt.q.size(-2)} are recorded"
@@ -141,8 +144,8 @@ def tail_queries(model: nn.Module, prompt: Prefill, tail: int = 1) -> Tensor:
 
 
 def cache_before_last(model: nn.Module, prompt: Prefill) -> Tensor:
-    """Return the exact cache (L, 2, H, T - 1, D) of all tokens but the last, with keys relative to
-    that one."""
+    """Return the exact cache (L, 2, H, T - 1, D) of all tokens but the last, with keys at positions
+    relative to the last."""
     k, v = prompt.kv[..., :-1, :].unbind(1)
     offsets = torch.full((k.size(-2),), 1 - len(prompt.ids))
     return torch.stack([shift_positions(model, k, offsets), v], 1)
@@ -159,8 +162,8 @@ def attention_output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def segment_means(k: Tensor, v: Tensor, m: int) -> Tensor:
-    """Return the mean keys and values (H, m, 2 D) of m nearly equal segments of a cache (H, any, D
-    each)."""
+    """Return the mean keys and values (H, m, 2 D) of m nearly equal segments of a cache, whose keys
+    k and values v are (H, any, D)."""
     segments = torch.cat([k, v], -1).tensor_split(m, dim=1)
     return torch.stack([segment.mean(1) for segment in segments], 1)
 
@@ -168,12 +171,13 @@ def segment_means(k: Tensor, v: Tensor, m: int) -> Tensor:
 def fit_head_map(
     x: Tensor, q: Tensor, outputs: Tensor, initial: Tensor, penalty: float, steps: int
 ) -> tuple[Tensor, Tensor]:
-    """Return one head's map C (F, m * 2 D) and constant (m, 2 D), fitted in float64 on N prompts:
-    features x (N, F), queries and outputs (N, R, D) each, from summary tokens (N, m, 2 D) as a
-    start.
+    """Return one head's map C (F, m * 2 D) and constant (m, 2 D), fitted in float64 on N prompts.
 
-    The loss is |attention(q, x C) - out|^2 / |out|^2 + penalty / N * mean |x|^2 * |C|^2, sums over
-    all prompts. It passes a softmax, so it has no closed form.
+    x: features (N, F); q, outputs: queries and what they read from the exact cache, (N, R, D) each;
+    initial: summary tokens (N, m, 2 D) that the fit starts from.
+
+    The loss is |attention(q, x C) - out|^2 / |out|^2 + penalty / N * mean |x|^2 * |C|^2, with sums
+    over all prompts. Attention includes a softmax, so the minimum has no closed form.
     """
     root, dual = coordinates_in_span(x)
     constant = initial.mean(0)
@@ -190,9 +194,12 @@ def fit_head_map(
 
 
 def coordinates_in_span(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return root and dual (N, R each) of features x (N, F) of rank R. The maps C = x^T dual B are
-    all that a fit can end with, x C is root B, and |C|^2 is |B|^2 over the mean |x|^2 of a prompt:
-    B has R rows where C has F. Chapter 6 derives this."""
+    """Return root and dual, (N, R) each, of features x (N, F) of rank R.
+
+    Every map C that a fit can end with is x^T dual B for some B. Then x C is root B, and |C|^2 is
+    |B|^2 divided by the mean |x|^2 of a prompt. So a fit can look for B, which has R rows, where C
+    has F. Chapter 6 derives this.
+    """
     eigenvalues, eigenvectors = torch.linalg.eigh(x @ x.mT)
     positive = eigenvalues > 1e-10 * eigenvalues[-1]
     eigenvalues, eigenvectors = eigenvalues[positive], eigenvectors[:, positive]  # (R,), (N, R)
@@ -203,7 +210,7 @@ def coordinates_in_span(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def minimise(loss: Callable[[], Tensor], parameters: list[Tensor], steps: int) -> None:
-    """Change parameters in place until a loss of them is least, by L-BFGS."""
+    """Minimise a loss by at most `steps` steps of L-BFGS, which change its parameters in place."""
     for parameter in parameters:
         parameter.requires_grad_()
     optimizer = torch.optim.LBFGS(
@@ -234,8 +241,8 @@ class LayerMap(NamedTuple):
 
 
 def feature_statistics(x: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean and the scale (H, T, 2 D) of features (H, N, T, 2 D) where tokens are present
-    (N, T, 1)."""
+    """Return the mean and the scale (H, T, 2 D) of features (H, N, T, 2 D), over the tokens that
+    are present (N, T, 1)."""
     count = present.sum(0).clamp(min=1)  # (T, 1)
     mean = x.sum(1) / count
     centred = (x - mean[:, None]) * present
@@ -250,15 +257,15 @@ def standardise(x: Tensor, present: Tensor, mean: Tensor, scale: Tensor) -> Tens
 
 
 class Compressor:
-    """Stage 1 as the source writes it: for each head one linear map C, from a prompt's whole cache
-    [K || V], R^(T x 2 D), to its summary tokens, R^(m x 2 D), the same for all prompts.
+    """Stage 1 as the source defines it: one linear map C for each head, from a prompt's whole cache
+    [K || V], R^(T x 2 D), to its summary tokens, R^(m x 2 D). The map is the same for all prompts.
 
-    C minimises the sum over prompts of |attention(q, C [K || V]) - o|^2 plus the penalty times |C|^2;
-    o is what the prompt's last query q reads of the exact cache (in a Llama, what each of the R
-    queries reads that share a head of keys: they share its summary tokens). The caches are padded on the
-    left to T tokens, the longest of the fit, and standardised, as the source advises; padding is
-    0 then, and counts for nothing. The mean of a standardised feature is lost, so a constant is
-    added to the map's output, as in any ridge regression.
+    C minimises the sum over prompts of |attention(q, C [K || V]) - o|^2 plus the penalty times
+    |C|^2. Here q is the prompt's last query, and o is what it reads from the exact cache. (In a
+    Llama, R queries share a head of keys, and so its summary tokens: the loss sums over all R.) The
+    caches are padded on the left to T tokens, the length of the longest, and standardised, as the
+    source advises; padding is 0 after that and has no effect. Standardised features have mean 0, so
+    a constant is added to the map's output, as in any ridge regression.
     """
 
     def __init__(
@@ -270,9 +277,11 @@ class Compressor:
         T: int = 0,
         steps: int = STEPS,
     ) -> None:
-        """T: the columns of the map; by default all tokens of the longest prompt but the last.
+        """T: the most tokens before its last one that a prompt may have; 0: as many as the longest
+        prompt has.
         steps: of L-BFGS.
-        Raises ValueError if a prompt has more tokens than that, or fewer than m and the last."""
+        Raises ValueError if a prompt has more tokens before its last one than T, or fewer than m.
+        """
         self.model, self.m, self.penalty, self.steps = model, m, penalty, steps
         self.T = T or max(len(prompt.ids) for prompt in prompts) - 1
         shortest = min(len(prompt.ids) for prompt in prompts) - 1
@@ -333,7 +342,7 @@ class Compressor:
 
     def __call__(self, prompts: Sequence[Prefill]) -> Tensor:
         """Return the summary tokens (N, L, 2, H, m, D) of N prompts. Raises ValueError if one is
-        longer than all of the fit."""
+        longer than the map."""
         caches, summaries = self.caches_before_last(prompts), []
         for layer, (mean, scale, weight, constant) in enumerate(self.layers):
             features = standardise(*self.pad_left(caches, layer), mean, scale)
@@ -344,8 +353,9 @@ class Compressor:
         return torch.stack(summaries, 1)
 
     def reading_error(self, prompts: Sequence[Prefill]) -> float:
-        """Return the loss on prompts: the sum over layers and heads of the mean squared error of
-        what the last query reads, over the mean square of what it should."""
+        """Return the loss on prompts, a sum over layers and heads: the mean squared error of what
+        the last query reads from the summary tokens, divided by the mean square of what it reads
+        from the exact cache."""
         summaries = self(prompts)
         q = torch.stack([tail_queries(self.model, prompt) for prompt in prompts])  # (N, L, H, R, D)
         outputs = []
@@ -365,8 +375,9 @@ class Compressor:
         m: int,
         T: int,
     ) -> Compressor:
-        """Fit on prompts of some families, with the penalty that reads held-out families best;
-        it is looked for on the first VALIDATION_PROMPTS of them, since it takes many fits."""
+        """Fit on prompts, with the penalty that has the least reading error on held-out families.
+        families: of each prompt. The penalty is chosen on the first VALIDATION_PROMPTS prompts
+        only, since that takes many fits."""
 
         def error(train: Tensor, test: Tensor, penalty: float) -> float:
             compressor = cls(model, [prompts[i] for i in train], m, penalty, T)
@@ -380,14 +391,16 @@ class Compressor:
 
 
 def vectors_by_head(summaries: Tensor) -> Tensor:
-    """Return summary tokens (N, L, 2, H, m, D) as a vector a head (L, H, N, F)."""
+    """Return summary tokens (N, L, 2, H, m, D) as one vector per head (L, H, N, F)."""
     return summaries.permute(1, 3, 0, 2, 4, 5).flatten(3)
 
 
 class Projector:
-    """A linear map a head from the summary tokens of a stored prompt to those of a similar one,
-    fitted on pairs. It knows nothing of the new prompt, so that summary tokens can be mapped when
-    they are stored. A large penalty pulls towards the mean of all targets.
+    """One linear map for each head, from the summary tokens of a stored prompt to those of a
+    similar one, fitted on pairs of prompts.
+
+    The map needs nothing from the new prompt, so summary tokens can be mapped when they are stored.
+    A large penalty pulls the result towards the mean of all targets.
     """
 
     def __init__(self, sources: Tensor, targets: Tensor, penalty: float) -> None:
@@ -404,8 +417,7 @@ class Projector:
         # (L, H, 1, F) each; the weight is (L, H, F, F)
 
     def __call__(self, summaries: Tensor) -> Tensor:
-        """Return the projected summary tokens (N, L, 2, H, m, D) of summary tokens of that
-        shape."""
+        """Return summary tokens (N, L, 2, H, m, D) after projection, in the same shape."""
         N, L, _, H, m, D = summaries.shape
         y = (vectors_by_head(summaries) - self.mean) / self.scale @ self.weight + self.offset
         return y.view(L, H, N, 2, m, D).permute(2, 0, 3, 1, 4, 5)
@@ -421,7 +433,7 @@ class Projector:
         return cls(sources, targets, cross_validate(error, families))
 
     def save(self, path: Path) -> None:
-        """Write the map to a file of safetensors."""
+        """Write the map to a safetensors file."""
         tensors = {name: torch.as_tensor(value) for name, value in vars(self).items()}
         write_atomically(path, lambda file: save_file(tensors, file))
 
@@ -441,7 +453,8 @@ class Projector:
 
 
 def cache_of_summary(model: nn.Module, summary: Tensor, next_pos: int) -> KVCache:
-    """Return a cache of summary tokens (L, 2, H, m, D) for text at next_pos."""
+    """Return a cache of summary tokens (L, 2, H, m, D), which text from position next_pos on can
+    follow."""
     m, device = summary.size(-2), model.wte.weight.device
     k, v = summary.to(device, model.wte.weight.dtype).unbind(1)
     layers = torch.stack(
@@ -452,7 +465,7 @@ def cache_of_summary(model: nn.Module, summary: Tensor, next_pos: int) -> KVCach
 
 
 def names_within_sentences(text: str) -> set[str]:
-    """Return the words of a text that have a capital though no sentence begins there, and its
+    """Return the words of a text that are capitalised although they don't begin a sentence, and its
     numbers."""
     return set(re.findall(r"(?<=[^.!?:\"\s] )[A-Z]\w+|\b\d+\b", text))
 
@@ -469,8 +482,9 @@ class Library:
     """Stored prompts, with their embeddings and the summary tokens that a similar prompt starts
     from.
 
-    warm_start() gives a cache that stands for all of a new prompt but its tail, or None where
-    the prompt has to be read: no stored prompt is similar enough, or has its names.
+    warm_start() returns a cache that stands for all of a new prompt but its tail, or None if the
+    prompt has to be read, because no stored prompt is similar enough (or, with match_names, has its
+    names).
     """
 
     def __init__(
@@ -485,10 +499,10 @@ class Library:
         match_names: bool = False,
         shared_chars: int = 0,
     ) -> None:
-        """summaries (N, L, 2, H, m, D) of the N texts, mapped by the projector or not; threshold:
-        tau, the least similarity, which the study's choose_tau picks; match_names: names have to
-        agree, too; shared_chars: the number of characters that all texts begin with, which don't
-        count for similarity."""
+        """summaries (N, L, 2, H, m, D): of the N texts, mapped by the projector or not. threshold:
+        tau, the least similarity at which a stored text is used, which the study's choose_tau
+        picks. match_names: whether names have to agree, too. shared_chars: the number of characters
+        that all texts begin with, which are ignored for similarity."""
         if len(texts) != len(summaries):
             raise ValueError(f"{len(texts)} texts, {len(summaries)} summaries: no match")
         self.model, self.layout, self.encoder, self.texts = model, layout, encoder, list(texts)
@@ -500,16 +514,16 @@ class Library:
         self.name_counts = Counter(name for text in self.texts for name in self.names_of(text))
 
     def names_of(self, text: str) -> set[str]:
-        """Return the names and numbers of a text; a name known from inside a sentence is one at its
-        beginning, too."""
+        """Return the names and numbers of a text. A capitalised word at the beginning of a sentence
+        is a name if some stored text has it within a sentence."""
         return names_within_sentences(text) | (
             set(re.findall(r"[A-Z]\w+", text)) & self.known_names
         )
 
     def nearest(self, text: str) -> tuple[int, float]:
         """Return the index of the most similar stored text and the similarity, (-1, -1) if there is
-        none; with match_names, only of those that share more than half of the text's rare names (or
-        have none to share)."""
+        none. With match_names, it is the first of the 20 most similar texts that shares more than
+        half of this text's rare names, if it has any."""
         if not self.texts:
             return -1, -1.0
         similarity = self.embeddings @ self.encoder([text[self.shared_chars :]])[0]
@@ -521,12 +535,12 @@ class Library:
         return -1, -1.0
 
     def shares_names(self, names: set[str], text: str) -> bool:
-        """Return whether a text has more than half of these names, or there are none to share."""
+        """Return whether a text has more than half of these names, or `names` is empty."""
         return not names or 2 * len(names & self.names_of(text)) > len(names)
 
     def warm_start(self, text: str, ids: Sequence[int]) -> KVCache | None:
-        """Return a cache in place of all but the last `tail` tokens of ids, which are those of
-        text, or None."""
+        """Return a cache that stands for all but the last `tail` tokens of a text, whose tokens are
+        ids; None if the prompt has to be read, also because it is too short."""
         layout = self.layout
         index, similarity = self.nearest(text)
         if index < 0 or similarity < self.threshold or len(ids) - layout.tail < layout.m:
@@ -585,16 +599,16 @@ class Library:
 def generate_warm(
     model: nn.Module, ids: Tensor, warm_cache: KVCache, tail: int, max_new_tokens: int
 ) -> Iterator[Tensor]:
-    """Yield the tokens of generate() after ids (1, T), but the first one from a warm cache that
-    stands for all of ids but the tail. Behind it a thread of low priority reads ids exactly, and
-    all further tokens are those of generate() for ids and the first token.
+    """Yield tokens after ids (1, T) as generate() does, but take the first one from a warm cache,
+    which stands for all of ids but the tail. Meanwhile, a thread of low priority reads ids exactly.
+    All further tokens are those that generate() yields after ids and the first token.
 
     Raises ValueError if ids and the first token exceed the context.
     """
     T, n_ctx = ids.size(1), model.config.n_ctx
     if n_ctx <= T:
         raise ValueError(f"{T} tokens and the first new one exceed the context, {n_ctx}")
-    # The zeros are cached: the model never reads them.
+    # The zeros stand for the cached tokens, which the model never reads.
     stand_in = torch.cat([ids.new_zeros(1, len(warm_cache)), ids[:, T - tail :]], 1)
     first_token = next(generate(model, stand_in, 1, cache=warm_cache))
     with ThreadPoolExecutor(1, initializer=lower_thread_priority) as pool:
@@ -607,7 +621,7 @@ def generate_warm(
 
 
 def lower_thread_priority() -> None:
-    """Let this thread wait for others where the system has priorities of threads."""
+    """Give this thread a low priority, on systems where each thread has a priority of its own."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
@@ -625,16 +639,16 @@ shared_beginning = os.path.commonprefix  # of texts or lists, element by element
 def load_libraries(
     model: nn.Module, tokenizer: tiktoken.Encoding, folder: Path
 ) -> dict[str, Library]:
-    """Return the stored prompts of a study, with the summary tokens of the proposal, and with ours.
-    Raises as Library.load() does."""
-    # Without the first, its map would have been too large.
+    """Return the libraries that a study has stored in a folder, by name: the proposal's, if it is
+    there, and ours. Raises as Library.load() does."""
+    # A study leaves out the proposal's library if its map would be too large.
     ways = [PROPOSED, OURS] if (folder / PROPOSED).is_dir() else [OURS]
     return {way: Library.load(model, tokenizer, folder / way) for way in ways}
 
 
 def shared_template(texts: Sequence[str]) -> tuple[str, str]:
-    """Return the beginning that all texts share, to the end of a word, and the whole lines of their
-    shared end."""
+    """Return the beginning that all texts share, up to the end of a word, and the whole lines at
+    the end that they share."""
     head = shared_beginning([*texts])
     tail = shared_beginning([text[::-1] for text in texts])[::-1]
     end_of_word = 1 + max(head.rfind(" "), head.rfind("\n"))
@@ -658,7 +672,7 @@ def first_logits(library: Library, text: str, ids: list[int]) -> Tensor:
 
 
 def first_line(tokens: Iterator[Tensor], tokenizer: tiktoken.Encoding) -> str:
-    """Return the text of tokens to the end of its first line."""
+    """Return the text of tokens up to the end of its first line."""
     text = ""
     for token in tokens:
         text += tokenizer.decode([int(token)])
@@ -670,13 +684,16 @@ def first_line(tokens: Iterator[Tensor], tokenizer: tiktoken.Encoding) -> str:
 def answer_question(
     libraries: dict[str, Library], tokenizer: tiktoken.Encoding, line: str, max_new_tokens: int
 ) -> None:
-    """Answer one line, put where stored prompts differ from one another, as proposed, by our
-    summary tokens, and exactly; print the times to the first token, its KL and the answers."""
+    """Answer a question as proposed, by our summary tokens, and exactly; print for each way the
+    time to the first token, its KL and the answer.
+
+    The question, `line`, takes the place in which the stored prompts differ from one another.
+    """
     first_library = next(iter(libraries.values()))
     model = first_library.model
     head, end = shared_template(first_library.texts)
     text = f"{head}{line.strip()}{end}"
-    ids = tokenizer.encode("", allowed_special="all")  # what begins a text, if anything does
+    ids = tokenizer.encode("", allowed_special="all")  # tokens that begin a text, if any
     ids += tokenizer.encode(text, disallowed_special=())  # a control token's name is text
     exact = logits_after(model, ids)  # and a process's first pass is slow
     index, similarity = first_library.nearest(text)
@@ -756,8 +773,8 @@ def time_first_tokens(
 
 
 def demo(libraries: dict[str, Library], tokenizer: tiktoken.Encoding) -> None:
-    """Ask the stored questions in other words; print how soon and how well the first token comes as
-    proposed, by our summary tokens and by two rivals."""
+    """Ask the stored questions in other words; print how soon the first token comes, and how good
+    it is, as proposed, by our summary tokens and by two rivals."""
     proposal = libraries[PROPOSED]
     stored = {*proposal.texts}
     questions = reworded_questions(stored)
@@ -791,7 +808,7 @@ def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(
         __doc__,
         'python3 %(prog)s ask "Name the river that Hexley stands on."',
-        "pocket; with --library FOLDER the model that the study was of",
+        "pocket; with --library FOLDER, the model of the study that wrote it",
     )
     test = cli.add_action("demo", "the falsification test in 20 seconds", default=True)
     ask = cli.add_action("ask", "answer QUESTION in three ways")
@@ -799,13 +816,13 @@ def main(argv: list[str] | None = None) -> None:
         action.add_model_arguments()
     test.set_defaults(library=None)
     ask.add_argument(
-        "question", type=utf8, metavar="QUESTION", help="put in the place of a stored prompt's"
+        "question", type=utf8, metavar="QUESTION", help="replaces a stored prompt's question"
     )
     ask.add_length_argument(32)
     ask.add_argument(
         "--library",
         metavar="FOLDER",
-        help="prompts stored by a study; default: the quiz questions that come along",
+        help="prompts stored by a study; default: the quiz questions in data/",
     )
     with cli.parse(argv) as args:
         if args.library is None and args.model != "pocket":

@@ -55,9 +55,11 @@ def prefilled_cache(model: nn.Module, ids: Sequence[int]) -> KVCache:
 
 
 def recycle(store: Store, ids: Tensor, max_new_tokens: int, **options: object) -> Iterator[Tensor]:
-    """Yield what generate() yields after ids (1, T) with the store's model, but read only what the
-    store doesn't hold, and leave what was read there: the tokens are those of a cold run, up to what
-    rounding does to a tie. Raises ValueError as generate() does.
+    """Yield the tokens that generate() yields after ids (1, T) with the store's model, but read
+    only the tokens that the store doesn't hold, and store what was read.
+
+    The tokens are those of a run without the store, up to ties that rounding decides. Raises
+    ValueError as generate() does.
     """
     n_ctx = store.model.context
     if ids.dim() != 2 or ids.size(0) != 1:
@@ -73,7 +75,7 @@ def recycle(store: Store, ids: Tensor, max_new_tokens: int, **options: object) -
             yield token
             waiting = False
         waiting = True
-    finally:  # also if nobody wants the rest, or a pass is interrupted
+    finally:  # also if the caller stops early, or a pass is interrupted
         start = context_start(len(text) - 1, n_ctx)
         restarted = not waiting and context_start(len(text), n_ctx) > start
         if not restarted and len(text) - start - len(cache) <= 1:
@@ -95,12 +97,12 @@ class NearestPrompt(NamedTuple):
 @dataclass
 class Recycler:
     """KV recycling as its source describes it: the cache of the nearest stored prompt is reused if
-    all of that prompt is a prefix of the new one. "This intentionally conservative condition ensures
-    that all cached KVs correspond exactly to the first k tokens" (section 3.1).
+    all of that prompt is a prefix of the new one. "This intentionally conservative condition
+    ensures that all cached KVs correspond exactly to the first k tokens" (section 3.1).
 
     encoder: turns N texts into unit vectors (N, C), as support.encoders.load_encoder() returns it.
-    All prompts of a store must be encoded by the same one. ending: what follows a new prompt, and no
-    stored one, such as the end of a turn.
+    All prompts of a store must be encoded by the same one. ending: text that is appended to a new
+    prompt but not to a stored one, such as the end of a turn.
     """
 
     store: Store
@@ -136,11 +138,11 @@ class Recycler:
         return NearestPrompt(nearest, ids, float(vector @ embedding))
 
     def reusable_cache(self, text: str) -> KVCache:
-        """Return the cache of the prompt nearest to a new one, of k tokens, if the reuse depth r is
-        k: "we require the cached prompt to be a full prefix of the test prompt, i.e., r=k" (section
-        3.1); else an empty one: "prompts that diverged early in the sequence fell back to baseline
-        behavior" (5.3). A token of the new prompt is always left to feed.
-        """
+        """Return the cache of the stored prompt nearest to a new one, if all of its k tokens can be
+        reused (the reuse depth r is k): "we require the cached prompt to be a full prefix of the
+        test prompt, i.e., r=k" (section 3.1). Otherwise return an empty cache: "prompts that
+        diverged early in the sequence fell back to baseline behavior" (5.3). A token of the new
+        prompt is always left to feed."""
         ids, nearest = self.encode_new(text), self.nearest_prompt(text)
         if nearest is not None:
             r, k = common_prefix_length(ids, nearest.ids), len(nearest.ids)
@@ -157,18 +159,20 @@ def generate_as_published(
     max_new_tokens: int,
     stop_ids: Collection[int] = (),
 ) -> Iterator[Tensor]:
-    """Yield what the source's call writes (section 4.4.3), `model.generate(input_ids=new_ids,
-    past_key_values=cache)` in its version of transformers, 4.45.2.
+    """Yield the tokens that the source's call writes (section 4.4.3),
+    `model.generate(input_ids=new_ids, past_key_values=cache)` in its version of transformers,
+    4.45.2.
 
-    Given a cache, that generate() takes input_ids for the whole text. Of T new tokens (1, T) after k
-    cached ones it drops the first k, or all but the last if T is no more than k; and it counts
-    positions from the first new token on. So the model sees a text with a hole, at positions it has
-    used before. For comparison only: changes the cache.
+    When that generate() is given a cache, it takes input_ids for the whole text, cached tokens
+    included. So of T new tokens (1, T) after k cached ones it drops the first k, or all but the
+    last if T is at most k, and it counts positions from the first new token on. The model therefore
+    sees a text with a hole, at positions that it has used before. For comparison only. Changes the
+    cache.
     """
     k, T = len(cache), new_ids.size(1)
     fed = new_ids[:, min(k, T - 1) :]
     first_pos = T - fed.size(1)  # of the first token fed
-    # What is cached is seen, whatever positions it was read at.
+    # All cached tokens are seen, whatever positions they were read at.
     cache.pos = torch.arange(first_pos - k, first_pos, device=new_ids.device)
     for _ in range(max_new_tokens):
         fed = model(fed, cache, last_only=True)[:, -1].argmax(dim=-1, keepdim=True)
@@ -190,7 +194,8 @@ RECYCLING_WAYS = (*NEAREST_WAYS, "longest")
 
 
 class Outcome(NamedTuple):
-    """What one of WAYS makes of a prompt. Times are in seconds, with retrieval and restoring."""
+    """The result of answering a prompt in one of WAYS. Times are in seconds and include finding and
+    restoring the cache."""
 
     prompt: str
     output: str
@@ -199,18 +204,20 @@ class Outcome(NamedTuple):
     reused_tokens: int
     cache_similarity: float | str  # of the nearest prompt; "" if the way looks for none
     similarity: float  # of the embeddings of this text and the cold one
-    same_tokens: int  # how many are the cold text's before the first other one
+    same_tokens: int  # how many come before the first that differs from the cold text
     identical: bool  # to the cold text
 
 
 def prompt_files(model: str) -> list[Path]:
-    """Return the prompts to store and those to test: the source's, for the pocket models their own."""
+    """Return the files of the prompts to store and of those to test: the source's, or for pocket
+    models their own."""
     prefix = "pocket_" if model.startswith("pocket") else ""
     return [DATA / f"{prefix}cache_prompts.csv", DATA / f"{prefix}test_prompts.csv"]
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Return the column prompt of a CSV file. Raises ValueError if it has none, or one is empty."""
+    """Return the column `prompt` of a CSV file. Raises ValueError if it has no prompts, or an empty
+    one."""
     prompts = [row["prompt"] for row in read_csv(path, "prompt")]
     if not prompts or not all(prompts):
         raise ValueError(f"{path} has {len(prompts)} prompts, {prompts.count('')} of them empty")
@@ -230,7 +237,7 @@ def prompt_lengths(recycler: Recycler, prompts: Sequence[str], max_new_tokens: i
 
 
 def cache_by(recycler: Recycler, way: str, text: str) -> KVCache:
-    """Return the cache with the tokens of a new prompt that one of WAYS reuses."""
+    """Return the cache that one of WAYS reuses for a new prompt."""
     if way in NEAREST_WAYS:
         return recycler.reusable_cache(text)
     if way == "longest":
@@ -241,8 +248,8 @@ def cache_by(recycler: Recycler, way: str, text: str) -> KVCache:
 def generate_by(
     recycler: Recycler, way: str, text: str, cache: KVCache, max_new_tokens: int
 ) -> Iterator[Tensor]:
-    """Return the greedy tokens after a new prompt by one of WAYS, given what it reuses; they fill
-    the cache further."""
+    """Return the greedy tokens that one of WAYS writes after a new prompt. It starts from the cache
+    that it reuses, and extends it."""
     model, stop_ids = recycler.store.model, end_tokens_of(recycler.tokenizer)
     ids = torch.tensor([recycler.encode_new(text)], device=model.wte.weight.device)
     if way == "published" and len(cache):
@@ -251,7 +258,8 @@ def generate_by(
 
 
 def compare_ways(recycler: Recycler, text: str, max_new_tokens: int) -> dict[str, Outcome]:
-    """Return what each of WAYS makes of a prompt; times are medians of 3 runs, taken in turns."""
+    """Return the outcome of each of WAYS for a prompt; times are medians of 3 runs, taken in
+    turns."""
 
     def generation(way: str) -> Iterator[Tensor]:
         return generate_by(recycler, way, text, cache_by(recycler, way, text), max_new_tokens)
@@ -284,8 +292,9 @@ def compare_ways(recycler: Recycler, text: str, max_new_tokens: int) -> dict[str
 def demo(
     recycler: Recycler, stored: list[str], tests: list[str], max_new_tokens: int, folder: Path
 ) -> None:
-    """Run the source's protocol, and with one more, long prompt; write baseline.csv and
-    recycled.csv (section 4.4), and print what reuse saves beside the exact result.
+    """Run the source's protocol with one additional, long prompt; write baseline.csv and
+    recycled.csv (section 4.4), and print how much time reuse saves and whether the texts stay the
+    same.
 
     Raises ValueError if a prompt leaves no room for the answer.
     """
@@ -326,8 +335,8 @@ The full study: python3 -m studies.recycling""")
 
 
 def prompt_row(outcomes: dict[str, Outcome], length: int) -> list[str]:
-    """Return what a prompt of so many tokens reuses, and whether its texts are the cold one: cells of
-    a table."""
+    """Return a table row for a prompt of `length` tokens: how many tokens are reused, and whether
+    each way writes the same text as a cold run."""
     first_line = outcomes["cold"].prompt.partition("\n")[0]
     cells = [f"{first_line[:30]}...", str(length)]
     cells += [str(outcomes[way].reused_tokens) for way in ("source", "longest")]
@@ -340,8 +349,8 @@ def prompt_row(outcomes: dict[str, Outcome], length: int) -> list[str]:
 
 
 def way_row(way: str, results: Sequence[dict[str, Outcome]]) -> list[str]:
-    """Return what the results of a way, of which the last is the long prompt's, come to: cells of a
-    table."""
+    """Return a table row for one of WAYS: its times, savings and similarity over all prompts, the
+    last of which is the long one."""
     outcomes = [result[way] for result in results]
     first_token_s = statistics.mean(outcome.first_token_s for outcome in outcomes[:-1])
     saved = [1 - result[way].latency_s / result["cold"].latency_s for result in results]  # S / 100
@@ -356,8 +365,8 @@ def way_row(way: str, results: Sequence[dict[str, Outcome]]) -> list[str]:
 
 
 def write_results(results: Sequence[dict[str, Outcome]], folder: Path) -> None:
-    """Write baseline.csv and recycled.csv: of each prompt and way, what sections 3.4 and 4.4.3
-    log."""
+    """Write baseline.csv and recycled.csv, with a row for each prompt and way. The columns are
+    those that sections 3.4 and 4.4.3 log."""
     columns = ["prompt", "output", "latency_s", "first_token_s", "reused_tokens"]
     columns += ["cache_similarity", "similarity"]
     for name, ways in (("baseline", ["cold"]), ("recycled", RECYCLING_WAYS)):
@@ -373,10 +382,11 @@ def write_results(results: Sequence[dict[str, Outcome]], folder: Path) -> None:
 
 @dataclass
 class Conversation:
-    """Turns, questions with their answers, each on the stored cache of all turns before it.
+    """A conversation in turns, each a question and its answer. Each turn reuses the stored cache of
+    all turns before it.
 
-    dialogue: questions and answers end with <|endoftext|>, as DialoGPT's do; else they are
-    "Question: ...", "Answer: ...", a line each.
+    dialogue: whether questions and answers end with <|endoftext|>, as DialoGPT's do; otherwise they
+    are lines of the form "Question: ..." and "Answer: ...".
     """
 
     store: Store
@@ -388,12 +398,13 @@ class Conversation:
     def __post_init__(self) -> None:
         self.end_tokens = end_tokens_of(self.tokenizer)
         self.turns: list[list[int]] = []
-        self.tokens = 0  # of all texts that were answered
+        self.tokens = 0  # of all questions so far, each with the turns before it
         self.reused_tokens = 0
 
     def chat(self, lines: Iterable[str]) -> None:
-        """Answer line by line, and print what reuse saved, at the end of all turns: to know it, the
-        whole text is read once more after every answer."""
+        """Answer line by line and print what reuse saved: after every answer, and for all turns at
+        the end. To measure this, the whole text is read once more, without reuse, after every
+        answer."""
         half = self.store.model.config.n_ctx // 2
         prefilled_cache(self.store.model, [self.tokenizer.eot_token])  # a first pass is slow
         for line in lines:
@@ -422,8 +433,8 @@ class Conversation:
         return [*ids, self.tokenizer.eot_token] if self.dialogue else ids
 
     def forget_oldest(self, question: list[int]) -> None:
-        """Forget the oldest turns, if all turns, a question and its answer exceed the context, until
-        what is read fits in its half."""
+        """If all turns, the question and its answer exceed the context, forget the oldest turns
+        until the tokens to read fit in half the context."""
         n_ctx = self.store.model.config.n_ctx
         length = sum(map(len, self.turns)) + len(question)
         if length + self.max_new_tokens <= n_ctx:
@@ -439,7 +450,7 @@ class Conversation:
 
     def answer(self, question: list[int]) -> None:
         """Write the answer to a question, print it and what reuse saved, and keep both as a turn."""
-        # What begins a text, if anything does, then all that was said.
+        # The tokens that begin a text, if there are any, then all turns.
         ids = self.tokenizer.encode("", allowed_special="all")
         for turn in [*self.turns, question]:
             ids += turn
@@ -476,7 +487,7 @@ class Conversation:
                 return
 
     def with_end_of_turn(self, answer: list[int]) -> list[int]:
-        """Return an answer with the end of its turn, which one that was cut off lacks."""
+        """Return an answer with the end of its turn, which is added if the answer was cut off."""
         if self.dialogue:
             return answer if answer[-1] in self.end_tokens else [*answer, self.tokenizer.eot_token]
         if self.tokenizer.decode(answer[-1:]).endswith("\n"):
@@ -485,8 +496,8 @@ class Conversation:
 
 
 def typed_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines that aren't empty, each after a prompt, with which the output reads as a
-    dialogue: whoever types sees the line behind it; from a file, the line is printed."""
+    """Yield the lines that aren't empty, and print "> " before each, so that the output reads as a
+    dialogue. A line that was typed is on the screen already; a line from a file is printed."""
     prompt = "> " if sys.stdin.isatty() else ""
     print(prompt, end="", flush=True)
     for line in lines:
@@ -534,7 +545,7 @@ def main(argv: list[str] | None = None) -> None:
         default=10**9,
         type=whole_number(1, 2**63 - 1),
         metavar="BYTES",
-        help="store size limit",
+        help="most bytes to keep on disk or in memory",
     )
     talk.add_trace_argument()
     with cli.parse(argv) as args:

@@ -43,7 +43,7 @@ from support.timing import run_in_turns, time_call
 
 
 class Draft(NamedTuple):
-    """Tokens (1, k) that somebody proposes, and the distributions (k, V) that they were drawn from."""
+    """Proposed tokens (1, k), and the distributions (k, V) that they were drawn from."""
 
     tokens: Tensor
     distributions: Tensor
@@ -51,7 +51,7 @@ class Draft(NamedTuple):
 
 # Logits (1, V) -> a token (1, 1), and the distribution (1, V) that it was drawn from.
 Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
-# A pair, the most tokens to draft, and how to choose them.
+# A pair, the most tokens to draft, and how to choose each of them -> a draft.
 Drafter = Callable[[Pair, int, Choose], Draft]
 
 
@@ -70,8 +70,8 @@ def draft_by_student(pair: Pair, k: int, choose: Choose) -> Draft:
 
 
 def draft_from_text(pair: Pair, k: int, choose: Choose) -> Draft:
-    """Copy up to k tokens: those that followed the last 3, 2 or 1 tokens of the text the last time that these
-    occurred. No student is needed."""
+    """Draft up to k tokens without a student: copy those that followed the latest earlier
+    occurrence of the text's last 3 tokens, or else of its last 2, or of its last one."""
     text, vocab_size = pair.ids[0], pair.teacher.config.vocab_size
     for length in range(min(3, len(text) - 1), 0, -1):
         same = (text[:-1].unfold(0, length, 1) == text[-length:]).all(1)
@@ -83,9 +83,9 @@ def draft_from_text(pair: Pair, k: int, choose: Choose) -> Draft:
 
 
 def probabilities(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
-    """Return the distributions (N, V) that sample() draws from; at temperature 0 the likeliest token has all of one.
-    Raises ValueError as sample() does."""
-    logits = logits.cpu()  # some devices have no float64, in which the rule is exact to rounding
+    """Return the distributions (N, V) that sample() draws from, for logits (N, V). At temperature 0
+    the likeliest token has probability 1. Raises ValueError as sample() does."""
+    logits = logits.cpu()  # some devices lack float64
     best = sample(logits, 0.0, None, None)  # (N, 1)
     if temperature == 0:
         return F.one_hot(best[:, 0], logits.size(-1)).double()
@@ -95,7 +95,8 @@ def probabilities(logits: Tensor, temperature: float, top_k: int | None) -> Tens
 
 
 def draw_index(weights: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return an index (1,) drawn in proportion to weights (V,); the generator may be of another device."""
+    """Return an index (1,) drawn in proportion to weights (V,). The generator may be on another
+    device."""
     sums = weights.cumsum(0)
     index = torch.searchsorted(sums, uniform_numbers(1, generator) * sums[-1], right=True)
     return index.clamp(max=len(sums) - 1)
@@ -110,8 +111,10 @@ def uniform_numbers(n: int, generator: torch.Generator | None) -> Tensor:
 def accept_draft(
     p: Tensor, q: Tensor, draft: Tensor, generator: torch.Generator | None
 ) -> tuple[int, Tensor]:
-    """Return how many of a draft (k,) stay, and the token (1,) that follows them, so that all of them are distributed
-    as draws from the teacher's distributions p (k + 1, V), whatever the q (k, V) that the draft was drawn from.
+    """Return how many tokens of a draft (k,) to accept, and the token (1,) that follows them.
+
+    All these tokens together are distributed as draws from the teacher's distributions p
+    (k + 1, V), whatever the distributions q (k, V) that the draft was drawn from.
 
     Source: Leviathan et al. 2023, algorithm 1.
     """
@@ -131,8 +134,8 @@ def verify_draft(
     to_probabilities: Callable[[Tensor], Tensor],
     generator: torch.Generator | None,
 ) -> Tensor:
-    """Let the teacher read a draft in one pass; return the tokens (1, accepted + 1) that the text gets: those of the
-    draft that stay, and one of the teacher's own."""
+    """Let the teacher read a draft in one pass; return the tokens (1, accepted + 1) to append to
+    the text: the accepted tokens of the draft, and one of the teacher's own."""
     unread = pair.ids[:, pair.cached_from + len(pair.teacher_cache) :]
     logits = pair.teacher(torch.cat([unread, draft.tokens], 1), pair.teacher_cache)[0]  # (k + 1, V)
     p = to_probabilities(logits)
@@ -149,8 +152,8 @@ def cut_after(tokens: Tensor, stop_ids: Collection[int]) -> Tensor:
 
 
 def cut_caches(pair: Pair, length: int, first_new: int) -> None:
-    """Keep the first tokens in both caches. From first_new on they are new, and the student takes the teacher's entries
-    if they fit it."""
+    """Keep the first `length` tokens in both caches. If the teacher's cache fits the student, its
+    entries replace the student's from index first_new on."""
     pair.teacher_cache.truncate(length)
     if pair.same_geometry:
         pair.copy_teacher_cache(first_new)
@@ -160,11 +163,11 @@ def cut_caches(pair: Pair, length: int, first_new: int) -> None:
 
 @dataclass
 class DraftCounts:
-    """What became of drafts."""
+    """How many tokens were drafted, and how many of them were accepted."""
 
-    passes: int = 0  # of the teacher, one a draft
-    drafted: int = 0  # tokens
-    accepted: int = 0  # of them
+    passes: int = 0  # of the teacher, one for each draft
+    drafted: int = 0  # tokens that were drafted
+    accepted: int = 0  # of the drafted tokens
 
 
 @torch.no_grad()
@@ -180,12 +183,14 @@ def speculate(
     stop_ids: Collection[int] = (),
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the tokens (1, 1) that the teacher alone would write after the pair's prompt (1, T), or, sampled, tokens of
-    the same distribution. The entries of what the teacher has read replace the student's, as at a refresh.
+    """Yield the tokens (1, 1) that the teacher alone would write after the pair's prompt (1, T); if
+    tokens are sampled, they have the teacher's distribution. After each draft the teacher's cache
+    entries replace the student's, as at a refresh.
 
-    k: the most tokens of a draft; counts: added to. Other options and errors are those of gpt_kv_cache.generate();
-    ValueError too if k is less than 1, there are several texts, or the student's context is shorter than the teacher's,
-    which would forget earlier than alone.
+    k: the most tokens of a draft; counts: updated with every draft. The other options and the
+    errors are those of gpt_kv_cache.generate(). Raises ValueError, too, if k is less than 1, if
+    there are several texts, or if the student's context is shorter than the teacher's: the pair
+    would forget earlier than the teacher alone.
     """
     check_options(pair.ids, max_new_tokens, temperature, top_k)
     if k < 1 or len(pair.ids) != 1:
@@ -228,13 +233,13 @@ def speculate(
 
 
 DRAFTERS = {"student": draft_by_student, "text": draft_from_text}
-DRAFT_LENGTHS = (4, 8, 16)  # of drafts, in the demo
+DRAFT_LENGTHS = (4, 8, 16)  # tokens of a draft, in the demo
 
 
 @torch.no_grad()
 def pass_seconds(model: torch.nn.Module) -> dict[int, float]:
-    """Return the seconds of a pass over 1 token after 200 others, and over each of DRAFT_LENGTHS and one more: medians of 3,
-    taken in turns."""
+    """Return the seconds of a pass after 200 tokens, by the number of tokens it reads: 1, or one
+    more than each of DRAFT_LENGTHS. They are medians of 3 passes, taken in turns."""
     cache, ids = KVCache(), torch.zeros(1, 200, dtype=torch.long, device=model.wte.weight.device)
     model(ids, cache, last_only=True)
 
@@ -256,10 +261,11 @@ def demo(
     large_seconds: dict[int, float],
     draft_seconds: float,
 ) -> None:
-    """Print what drafts of several lengths save a teacher and its student, beside the teacher alone.
+    """Print what drafts of several lengths save a teacher and its student, beside the teacher
+    alone.
 
-    large_seconds: of a pass over so many tokens, of a larger teacher that is assumed to agree as often; draft_seconds:
-    for a token of a draft.
+    large_seconds: the seconds of a pass of a larger teacher, by the number of tokens it reads; this
+    teacher is assumed to accept as many tokens. draft_seconds: the time to draft one token.
     """
     teacher, student = models
     for ids in prompts:
@@ -319,7 +325,7 @@ def main(argv: list[str] | None = None) -> None:
             "--student", default="pocket-student", metavar="NAME", help="the model that drafts"
         )
     one_way.add_argument(
-        "--draft", default=8, type=whole_number(1), metavar="K", help="tokens of a draft"
+        "--draft", default=8, type=whole_number(1), metavar="K", help="tokens per draft"
     )
     one_way.add_argument(
         "--by", default="student", choices=[*DRAFTERS], help="where drafts come from"

@@ -15,13 +15,13 @@ from load_gpt2_weights import load_model, load_tokenizer
 from support.printing import end_tokens_of
 
 SINKS = 4
-SLOTS = 37  # of a window with the bytes of pocket-bct's memory, one of them spare
+SLOTS = 37  # of a window, one of them spare: as many bytes as pocket-bct's memory
 
 
 @dataclass
 class Memory:
-    """A model and the kind of cache that it reads with. make_cache: given a text's tokens;
-    chunk_length: of how many tokens a pass is."""
+    """A model and the kind of cache that it reads with. make_cache: makes a cache for a text of so
+    many tokens; chunk_length: the most tokens in a pass."""
 
     label: str
     model: nn.Module
@@ -39,7 +39,7 @@ class Memory:
 
     @torch.no_grad()
     def nbytes(self, length: int) -> int:
-        """Return the bytes of a text's cache after so many tokens."""
+        """Return the bytes of the cache after a text of `length` tokens."""
         cache = self.make_cache(length)
         ids = torch.zeros(1, length, dtype=torch.long)
         compress.read_in_pieces(self.model, cache, ids, self.chunk_length)
@@ -52,8 +52,9 @@ class Memory:
 
 
 def memories_of(name: str, slots: int = SLOTS, **options: Any) -> dict[str, Memory]:
-    """Return the memories that a GPT can have: full, window and sinks of so many slots, and for
-    pocket ours. Raises ValueError if these are too few or too many."""
+    """Return the memories that a GPT can have, by name: full attention, a window and a window with
+    sinks, both of `slots` slots, and for the model pocket a BCT. Raises ValueError if there are too
+    few or too many slots."""
     model = load_model(name, model_class=GPT, **options)
     n_ctx = model.config.n_ctx
     if not SINKS + 1 < slots <= n_ctx + 1:

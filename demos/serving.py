@@ -24,7 +24,8 @@ HEADER = "", "ms", "tokens/s", "bytes held", "wasted", "blocks", "shared", "put 
 
 
 class Served(NamedTuple):
-    """The new tokens of each text, and the bytes of keys and values at the fullest step."""
+    """The new tokens of each text, and the bytes of keys and values, held and wasted, at the
+    fullest step."""
 
     texts: list[list[int]]
     held_bytes: int
@@ -38,8 +39,8 @@ def prompts_of(tokenizer: tiktoken.Encoding) -> list[list[int]]:
 
 
 class PaddedCache(SlidingWindowCache):
-    """Keys and values of B texts with room for the longest each: the layout that blocks replace.
-    Padding stands before the shorter ones, and is seen by itself only."""
+    """Keys and values of B texts, each with room for the longest: the layout that blocks replace.
+    Padding stands before the shorter texts, and a padding token is seen by itself only."""
 
     def __init__(self, lengths: Tensor, n_new: int) -> None:
         """lengths (B, 1) of the prompts; n_new: tokens after each."""
@@ -70,7 +71,7 @@ class PaddedCache(SlidingWindowCache):
 
 @torch.no_grad()
 def one_at_a_time(model: GPT, prompts: Sequence[list[int]], limits: Sequence[int]) -> Served:
-    """Serve prompts alone, limits[i] tokens after each."""
+    """Serve the prompts one after the other, with limits[i] tokens after prompt i."""
     texts, held_bytes = [], 0
     for ids, n in zip(prompts, limits, strict=True):
         cache = KVCache()
@@ -84,8 +85,8 @@ def one_at_a_time(model: GPT, prompts: Sequence[list[int]], limits: Sequence[int
 
 @torch.no_grad()
 def padded_batch(model: GPT, prompts: Sequence[list[int]], limits: Sequence[int]) -> Served:
-    """Serve prompts as one batch, in which every text has the room of the longest and lasts as
-    long as the last."""
+    """Serve prompts as one batch, in which every text has the room of the longest and is held until
+    the last one is complete."""
     n_new, device = max(limits), model.wte.weight.device
     batch, lengths = pad_prompts(prompts)
     cache = PaddedCache(lengths.to(device), n_new)
@@ -104,19 +105,22 @@ def pad_prompts(prompts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
 def padded_result(
     written: Tensor, nbytes: int, slots: int, prompts: Sequence[list[int]], limits: Sequence[int]
 ) -> Served:
-    """Return what serving a padded batch gives, of the tokens (B, n) written after it, and the
-    bytes of its cache, which has so many slots for each text."""
+    """Return the result of serving a padded batch. written (B, n): the tokens after the batch;
+    nbytes: of its cache; slots: of that cache, for each text."""
     texts = [text[:limit] for text, limit in zip(written.tolist(), limits, strict=True)]
     needed = sum(map(len, prompts)) + sum(limits) - len(limits)  # a text's last token is never read
     return Served(texts, nbytes, nbytes - nbytes * needed // (len(prompts) * slots))
 
 
 class ServingRecord:
-    """What a Server writes, and after each step which texts owned which block.
+    """A record of the tokens that a Server writes, and of the texts that own each block after each
+    step.
 
-    used_blocks and wasted_slots are those of the step with most blocks in use; shared_blocks are the most that had
-    several owners. Of a step, owners[block] are the numbers of its texts; written are (text, token); events say which
-    texts were admitted, put back or complete."""
+    used_blocks and wasted_slots belong to the step with most blocks in use; shared_blocks is the
+    highest number of blocks with several owners. In the record of a step, owners[block] lists the
+    numbers of the texts that own a block, written lists (text, token), and events say which texts
+    were admitted, put back or complete.
+    """
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -138,7 +142,8 @@ class ServingRecord:
         )
 
     def step_record(self, written: list[tuple[int, int]], was_running: set[int]) -> dict[str, Any]:
-        """Return the state after a step that wrote these tokens; was_running: the texts that had blocks before it."""
+        """Return the state after a step that wrote these tokens; was_running: the texts that had
+        blocks before the step."""
         server, cache = self.server, self.server.cache
         running = {text.number for text in server.running}
         waiting = [text.number for text in server.waiting]
@@ -203,7 +208,8 @@ class ServingRecord:
 
 
 def block_symbol(owners: list[int], can_be_found: bool) -> str:
-    """Return a block in the picture, by its owners and whether a text would find it."""
+    """Return the character for a block in the picture, by its owners and whether a new text could
+    find it."""
     if len(owners) > 1:
         return str(len(owners)) if len(owners) < 10 else "+"
     if owners:
@@ -226,8 +232,9 @@ def demo(
     chunk_size: int,
     trace_file: Path | None,
 ) -> None:
-    """Print a table of what each way costs, and a picture of the blocks. Every fourth prompt gets max_new_tokens, the
-    others fewer. n_blocks: of the last row; without it half of what the row before uses."""
+    """Print a table of what each way costs, and a picture of the blocks. Every fourth prompt gets
+    max_new_tokens, the others fewer. n_blocks: the number of blocks in the last row; None: half of
+    those that the row before uses."""
     prompts = prompts_of(tokenizer)
     limits = [max(1, max_new_tokens * (i % 4 + 1) // 4) for i in range(len(prompts))]
     lengths = [*map(len, prompts)]
