@@ -36,7 +36,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 def gelu(x: Tensor) -> Tensor:
     """Return GELU as GPT-2 computes it, x / 2 · (1 + tanh(sqrt(2 / pi) · (x + 0.044715 x³))), of the same shape.
 
-    It holds for any finite x, and x isn't changed.
+    The result is right for any finite x, and x isn't changed.
     Don't call F.gelu. (By default it is another function, with the exact integral instead of tanh.)
     """
     raise NotImplementedError("exercise 1.3")

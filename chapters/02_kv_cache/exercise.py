@@ -14,10 +14,11 @@ from torch import Tensor
 class Cache:
     """Keys, values and positions of the tokens that a model has read.
 
-    gpt_kv_cache.GPT calls, in every pass: `len(cache)` and `positions` at its beginning, `append` once in every layer,
-    in order, and `commit` at its end. A pass that fails never gets to `commit`. It also looks at `len(cache.layers)`,
-    which must be the number of layers once something is cached, whatever model a failed pass before it was of. Every
-    key and value is held once, and no other memory is, but for the positions. Written without gpt_kv_cache.KVCache.
+    gpt_kv_cache.GPT calls, in every pass: `len(cache)` and `positions` at its beginning, `append`
+    once in every layer, in order, and `commit` at its end. A pass that fails never gets to
+    `commit`. It also looks at `len(cache.layers)`, which must be the number of layers once
+    something is cached, even if a pass of another model failed before. The cache keeps every key
+    and value once, and the positions, and no other memory. Don't use gpt_kv_cache.KVCache.
     """
 
     def __init__(self) -> None:
@@ -55,9 +56,10 @@ class Cache:
         raise NotImplementedError("exercise 2.1")
 
     def truncate(self, n: int) -> None:
-        """Keep the first n tokens, and free the memory of the others: a slice of a tensor keeps all of the tensor's
-        memory. A layer may hold more than len(self) tokens after a failed pass. Raises ValueError, and changes nothing,
-        if n is negative or more than the number of tokens, which the message must have."""
+        """Keep the first n tokens, and free the memory of the others: a slice of a tensor keeps all
+        of the tensor's memory. A layer may hold more than len(self) tokens after a failed pass.
+        Raises ValueError, and changes nothing, if n is negative or more than the number of tokens;
+        the message must have that number."""
         raise NotImplementedError("exercise 2.4")
 
 

@@ -28,7 +28,7 @@ def held(n: int, window: int, sinks: int = 0) -> list[int | None]:
 class Preallocated:
     """Keys and values of up to `capacity` tokens, in memory that is allocated once.
 
-    gpt_kv_cache.GPT uses it as it used the cache of chapter 2.
+    gpt_kv_cache.GPT uses it in the same way as the cache of chapter 2.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -139,7 +139,7 @@ class PaddedBatch:
     """A growing cache for prompts of different lengths: every row counts its own positions.
 
     The first pass reads the prompts as batch() pads them; a later pass reads T tokens of every row.
-    gpt_kv_cache.GPT uses it without a line of its own: positions and mask are the cache's.
+    gpt_kv_cache.GPT needs no change for it: positions and mask come from the cache.
     """
 
     def __init__(self, lengths: list[int]) -> None:
@@ -148,7 +148,7 @@ class PaddedBatch:
         self.pos = torch.empty(len(lengths), 0, dtype=torch.long)  # (B, S), of what has been read
 
     def __len__(self) -> int:
-        """Columns, padding included."""
+        """Return the number of columns, padding included."""
         return self.pos.size(1)
 
     def positions(self, T: int) -> Tensor:

@@ -80,6 +80,7 @@ def memory_bytes(
 
 
 def equal_ring(n_layer: int, n_head: int, head_dim: int, slots: int, recent: int) -> int:
-    """Return the smallest number of slots, the spare one included, with which a ring has at least as
-    many bytes as that memory. A ring's slot is a key and a value in float32."""
+    """Return the smallest number of slots, the spare one included, with which a ring has at least
+    as many bytes as a BCT's memory of these sizes. A ring's slot is a key and a value in
+    float32."""
     raise NotImplementedError("exercise 4.4")

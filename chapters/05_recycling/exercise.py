@@ -61,11 +61,13 @@ def break_even(read: float, fixed: float, token_bytes: int, bandwidth: float) ->
 
 
 def save(file: Path, model: GPT, ids: Sequence[int], cache: KVCache) -> None:
-    """Write the cache of ids (one row, as many tokens as ids, at least one) as a safetensors file for load() to trust.
+    """Write the cache of ids (one row, as many tokens as ids, at least one) as a safetensors file
+    that load() can trust.
 
-    A reader at any time finds the old file or the new one, never half of one: write it beside its place, then move it
-    there by os.replace. No other file is left, not even if that fails. Several may save under the same name at the same
-    time: the last to finish stays. What a failed pass has left in the cache, past its len(cache) tokens, isn't saved.
+    A reader at any time finds the old file or the new one, never half of one: write it beside its
+    place, then move it there by os.replace. No other file is left, not even if that fails. Several
+    programs may save under the same name at the same time: the last to finish wins. What a failed
+    pass has left in the cache, past its len(cache) tokens, isn't saved.
 
     Ready to use: fingerprint(model), a text that changes with any weight, the geometry and the dtype; and
     zlib.crc32(raw_bytes(x)), a checksum of a tensor's bytes (not of its shape or dtype). Metadata are texts.

@@ -18,9 +18,10 @@ MOST_LOST = 0.01  # of the answers that are right
 
 
 def kl(p: Tensor, q: Tensor) -> Tensor:
-    """Return KL(p || q) in nats between the distributions that two sets of logits (..., V) stand for: the cost of
-    taking q for p. It is finite for all finite logits in float32 and shorter formats, 0 for equal ones, and never
-    negative, though rounding alone would make it so. p and q aren't changed."""
+    """Return KL(p || q) in nats between the distributions that two sets of logits (..., V) stand
+    for: the cost of taking q for p. It is finite for all finite logits in float32 and shorter
+    formats, 0 for equal ones, and never negative, though rounding could make it so. p and q aren't
+    changed."""
     raise NotImplementedError("exercise 6.1")
 
 
@@ -45,7 +46,8 @@ def ridge(x: Tensor, y: Tensor, penalty: float) -> Tensor:
 
 
 def folds(families: Sequence[str], n: int, seed: int = 0) -> list[tuple[list[int], list[int]]]:
-    """Return n pairs of indices, to fit on and to test on, for prompts of these families.
+    """Return n pairs of indices, of prompts to fit on and prompts to test on; families has each
+    prompt's family.
 
     A family is never on both sides; every prompt is tested in one of the pairs, and fitted on in all others; the
     numbers of families that are tested differ by one at most. Which family goes where is drawn by the seed, and is the

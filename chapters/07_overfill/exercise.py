@@ -32,8 +32,9 @@ def refreshed(prompt: int, new: int, every: int, window: int | None = None) -> l
     """Return the positions whose entries each refresh replaces, in a text of `prompt` tokens and `new` written ones.
     The student reads each written token to get the next one, but not the last.
 
-    A refresh comes when the student has read `every` tokens since the last one, or since the prompt. It replaces the
-    entries of these tokens; with a window, of at most the last `window` of them. Speculative means every = window.
+    A refresh comes when the student has read `every` tokens since the last one, or since the
+    prompt. It replaces the entries of these tokens; with a window, of at most the last `window` of
+    them. A speculative refresh has every = window.
     """
     raise NotImplementedError("exercise 7.2")
 
@@ -138,11 +139,13 @@ def accepted(p: Tensor, q: Tensor, draft: list[int], u: list[float]) -> tuple[in
     """Return how many tokens of a sampled draft of k stay, from its beginning on, and the distribution (V,), with sum
     1, from which the next token is to be drawn. The draft may be empty.
 
-    p (k + 1, V): the teacher's distributions of each drafted token and of the token after the draft. q (k, V): the
-    distributions that the draft was drawn from. u: for each drafted token a uniform random number, 0 <= u < 1; the
-    token stays if it is small enough. For any q, the tokens must be distributed as p, and as many drafted tokens as
-    possible must stay. A token of probability 0 in p never stays. If p is q but for rounding, what is lacking may be 0
-    everywhere: then any of the two serves, and 0 / 0 doesn't. p and q stay as they are.
-    Source: Leviathan, Kalman and Matias 2023, "Fast Inference from Transformers via Speculative Decoding", algorithm 1.
+    p (k + 1, V): the teacher's distributions of each drafted token and of the token after the
+    draft. q (k, V): the distributions that the draft was drawn from. u: for each drafted token a
+    uniform random number, 0 <= u < 1; the token stays if it is small enough. For any q, the tokens
+    must be distributed as p, and as many drafted tokens as possible must stay. A token of
+    probability 0 in p never stays. If p and q are equal but for rounding, what q lacks may be 0
+    everywhere: then return p or q, not 0 / 0. p and q stay as they are.
+    Source: Leviathan, Kalman and Matias 2023, "Fast Inference from Transformers via Speculative
+    Decoding", algorithm 1.
     """
     raise NotImplementedError("exercise 7.7")

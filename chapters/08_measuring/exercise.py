@@ -18,9 +18,9 @@ from gpt_kv_cache import GPT
 def floor_ms(model: GPT, gb_per_s: float, tokens: int = 0, texts: int = 1) -> float:
     """Return the least milliseconds of a decoding step, on a machine that reads gb_per_s GB (1e9 bytes) a second.
 
-    A step reads all parameters of the model once, and for each of `texts` texts the keys and values of `tokens` cached
-    tokens. The cache has the dtype of the weights.
-    Source: benchmarks/report.py, summary(), there without the cache.
+    A step reads all parameters of the model once, and for each of `texts` texts the keys and values
+    of `tokens` cached tokens. The cache has the dtype of the weights.
+    Source: benchmarks/report.py, summarize(), there without the cache.
     """
     raise NotImplementedError("exercise 8.1")
 

@@ -62,8 +62,9 @@ def interrupted(model: nn.Module, layer: int) -> Iterator[None]:
 
 
 def suspects() -> dict[str, str]:
-    """Return {"A": name, ... "F": name}: for each report, the function of gpt_kv_cache.py that has the bug, named like
-    "generate" or "Block.forward". Where a name is another one's second, as in `clone = to`, name the `def`.
+    """Return {"A": name, ... "F": name}: for each report, the function of gpt_kv_cache.py that has
+    the bug, named like "generate" or "Block.forward". Where one function has two names, as in
+    `clone = to`, give the name after `def`.
 
     Six users have six versions of gpt_kv_cache.py, each with a bug in one line. They report:
 

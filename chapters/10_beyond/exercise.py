@@ -43,8 +43,9 @@ def prefill_s(
 ) -> float:
     """Return the least seconds to read a prompt whose first `known` tokens are cached, at `rate` operations a second.
 
-    operations: of each token that is read, without attention. Attention takes 4 * width * n_layer more for each pair of
-    a token and one that it sees. A text of n tokens has n**2 / 2 pairs; pairs of two known tokens are saved.
+    operations: those of each token that is read, without attention. Attention takes 4 * width *
+    n_layer more for each pair of a token and one that it sees. A text of n tokens has n**2 / 2
+    pairs; pairs of two known tokens are saved.
     """
     raise NotImplementedError("exercise 10.2")
 
@@ -52,8 +53,9 @@ def prefill_s(
 def fetch_from(
     operations: float, n_layer: int, width: int, of_token: int, known: int, rate: float
 ) -> float:
-    """Return the bandwidth, in bytes a second, above which fetching the cache of a prompt's first `known` tokens is
-    faster than reading them. of_token: bytes of a cached token; the others are those of prefill_s."""
+    """Return the bandwidth, in bytes a second, above which fetching the cache of a prompt's first
+    `known` tokens is faster than reading them. of_token: bytes of a cached token; the other
+    arguments are those of prefill_s."""
     raise NotImplementedError("exercise 10.2")
 
 
@@ -98,7 +100,8 @@ class BlockTables:
 
 
 class SharedBlocks(BlockTables):
-    """The same for blocks that several texts may list; count[b] is the number of texts that list block b."""
+    """BlockTables in which several texts may list a block; count[b] is the number of texts that
+    list block b."""
 
     def __init__(self, blocks: int, size: int) -> None:
         super().__init__(blocks, size)
@@ -198,8 +201,8 @@ def send(stream: BinaryIO, model: GPT, ids: Sequence[int]) -> None:
 
 
 def receive(stream: BinaryIO, model: GPT) -> tuple[list[int], KVCache]:
-    """Return the text and the cache of the prompt, ready for gpt_kv_cache.generate, where the model is. The text is the
-    prompt, then the sender's likeliest next token.
+    """Return the text and the cache of the prompt, ready for gpt_kv_cache.generate, on the model's
+    device. The text is the prompt, then the sender's likeliest next token.
 
     Raises ValueError if the sender's model is another one, even of the same geometry, before any keys or values are
     read: compare fingerprint(model). Raises ValueError, too, if the stream ends too early.

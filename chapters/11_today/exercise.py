@@ -49,8 +49,9 @@ def joined(
 
 @torch.no_grad()
 def write_on(model: nn.Module, ids: Tensor, n: int, window: int) -> list[int]:
-    """Return n greedy tokens after ids (1, T) of a Llama, of which each sees itself and the window - 1 tokens before it,
-    however long the text gets. Each token is fed once, one at a time, the last one not at all.
+    """Return a Llama's n greedy tokens after ids (1, T). Each token sees itself and the window - 1
+    tokens before it, however long the text gets. Each token is fed once, one at a time, the last
+    one not at all.
 
     model.new_cache() is a KVCache: its `layers` (2, 1, H, S, D) and `pos` (S,) may be replaced by parts of them, and
     the next token goes to the position after the largest. model.context is the number of positions that a text may
@@ -59,7 +60,7 @@ def write_on(model: nn.Module, ids: Tensor, n: int, window: int) -> list[int]:
 
 
 def moved(kv: Tensor, by: int, speed: Tensor) -> Tensor:
-    """Return a layer's cached keys and values (2, B, H, S, D), as rotated, as if every token had been read `by` positions
-    further on (or, below 0, before). What is rotated twice is rotated by the sum. Values aren't rotated, and kv
-    itself isn't changed."""
+    """Return a layer's cached keys and values (2, B, H, S, D), as rotated, as if every token had
+    been read `by` positions further on (or, below 0, before). Rotating twice rotates by the sum of
+    the angles. Values aren't rotated, and kv itself isn't changed."""
     raise NotImplementedError("exercise 11.5")
