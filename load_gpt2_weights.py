@@ -453,7 +453,7 @@ def load_model(
     "random:124M" is an untrained GPT-2 of this size.
 
     model_class: the class to load; by default gpt_kv_cache.GPT or llama_kv_cache.Llama, as
-    config.json says. The class may have no buffers. Every tensor in the files must match a
+    config.json says. The class must have no buffers. Every tensor in the files must match a
     parameter in name and shape, and no parameter may be missing. A Llama's q, k and v are joined
     into one parameter, and so are gate and up. Every number must be finite, in the file and in
     dtype. Memory: about one copy of the weights, since files are mapped and copied tensor by

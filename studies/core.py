@@ -662,10 +662,13 @@ def points_over(rows: Rows, way: str, metric: str, key: str, setting: Setting) -
 
 
 def curves_of(rows: Rows, definition: dict[str, Any]) -> Curves:
-    """Return the curves of a figure, for its own `ways` or else for the table's. The metric `y` is
-    drawn over a part of the setting (`over`), or over another metric (`x`), where one curve joins
-    ways of one kind (periodic:64, periodic:16) and its points are named; else it is a series.
-    `legend` may change a label."""
+    """Return a figure's curves: one for each of its `ways`, or of the table's if it names none.
+
+    The metric `y` is drawn over a part of the setting if the figure has `over`. If it has `x`, it is
+    drawn over that metric, one curve joins the ways of one kind (periodic:64, periodic:16), and its
+    points are named. Otherwise the metric is a series, drawn over its index. `legend` may change a
+    label.
+    """
     curves: Curves = {}
     legend = definition.get("legend", {})
     metric, ways = definition["y"], definition.get("ways", rows.definition["table"]["ways"])

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import sys
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -387,8 +388,11 @@ def writable_folder(text: str | Path) -> Path:
     """Argument type: a folder that can be written to, or the path of one that can be made."""
     path = Path(text)
     existing = next(above for above in (path, *path.absolute().parents) if above.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{existing} is not a folder that can be written to")
+    try:
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        message = f"{existing} is not a folder that can be written to"
+        raise argparse.ArgumentTypeError(message) from error
     return path
 
 
@@ -412,6 +416,8 @@ def cache_class(text: str) -> type:
     file = path.resolve()
     try:
         cache = getattr(import_file(file), "Cache", None)
+        if isinstance(cache, type):
+            cache()  # as each text will
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(file)]

@@ -217,13 +217,17 @@ POST_PROCESSORS = {
     "Sequence": {"processors": list},
 }
 # The parts of a pattern that Oniguruma, which `tokenizers` uses, and tiktoken's two engines read
-# alike: characters, classes, categories, groups, alternatives, negative lookaheads and quantifiers.
+# alike: characters, classes, categories, groups, alternatives, quantifiers, and lookaheads for one
+# character. Cases of letters aren't ignored alike (Oniguruma takes "ss" for "ß"), but for these:
+PATTERN_CONTRACTIONS = r"\(\?i:'s\|'t\|'re\|'ve\|'m\|'ll\|'d\)"
 PATTERN_ESCAPE = r"\\(?:[pP]\{[A-Z][a-z]?\}|[sSrnt]|[][\\.*+?^$|(){}/-])"
 PATTERN_CLASS = rf"\[\^?(?:{PATTERN_ESCAPE}|(?!&&|--|~~)[^][\\^])+\]"
 PATTERN_COUNT = r"(?:[*+?]\+?|\{\d+(?:,\d*)?\})"
+PATTERN_CHARACTER = rf"{PATTERN_CLASS}|{PATTERN_ESCAPE}|[^][\\(){{}}*+?|.^$]"
 PATTERN_PART = re.compile(
-    rf"(?P<one>{PATTERN_CLASS}|{PATTERN_ESCAPE}|[^][\\(){{}}*+?|.^$])(?P<count>{PATTERN_COUNT})?"
-    rf"|\((?:\?(?:i?:|!))?|\)(?:{PATTERN_COUNT})?|\|"
+    rf"(?P<consumes>{PATTERN_CHARACTER}|{PATTERN_CONTRACTIONS})(?P<count>{PATTERN_COUNT})?"
+    rf"|(?P<lookahead>\(\?!(?:{PATTERN_CHARACTER})\))"
+    rf"|\((?:\?:)?|\)(?:{PATTERN_COUNT})?|\|"
 )
 
 
@@ -426,10 +430,15 @@ def with_gaps(pattern: str, path: Path) -> str:
     """Return a pattern that finds what another one finds, and also the text between two such
     pieces, which is a piece for `tokenizers`, too. Raises ValueError if `tokenizers` and tiktoken
     could read the pattern differently, or if it can find an empty piece."""
-    end, shape = 0, ""  # the pattern with an a for each character or class
+    end, shape = 0, ""  # the pattern with an a for what a piece can consist of
     while part := PATTERN_PART.match(pattern, end):
         end = part.end()
-        shape += part[0] if part["one"] is None else f"a{part['count'] or ''}"
+        if part["consumes"]:
+            shape += f"a{part['count'] or ''}"
+        elif part["lookahead"]:
+            shape += "(?!a)"
+        else:
+            shape += part[0]
     if end < len(pattern):
         raise ValueError(f"{path}: {short_repr(pattern[end:])} in its Regex isn't supported")
     try:

@@ -213,7 +213,7 @@ def test_print_shows_slots_positions_and_tokens(kind: Kind) -> None:
 def test_a_mask_is_none_only_where_plain_causal_attention_is_right(
     sinks: int | None, seed: int
 ) -> None:
-    """And a ring shows its own memory, without a copy, wherever nothing visible is overwritten."""
+    """Where nothing visible is overwritten, a ring shows its own memory, without a copy."""
     rng, n = random.Random(seed), 0
     cache = KVCache() if sinks is None else SlidingWindowCache(rng.randint(1, 7), sinks)
     most = 24 if sinks is None else sinks + cache.window  # tokens that the last query sees

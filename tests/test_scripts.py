@@ -110,6 +110,8 @@ def test_a_students_cache_takes_the_place_of_ours(tmp_path: Path) -> None:
         ("x = 1\n", "has no class Cache"),
         (ours + stub, "exercise 2.1 isn't written"),
         ("class Cache(\n", "line 1"),
+        (f"{ours}def __init__(self, n):\n        pass\n", "exercise.py: TypeError"),
+        (f"{ours}def __init__(self):\n        self.n = m\n", "line 5: NameError"),
     ]:
         (tmp_path / "exercise.py").write_text(source)
         ran = start(command)
@@ -142,6 +144,7 @@ BAD = {  # a command, and what its sentence must hold
     "overfill --max-new-tokens 5000": f"5000 context of {CONFIG['n_ctx']}",
     "overfill --top-k 2": "demo has no --top-k",
     "recycle chat --store ''": "--store is empty",
+    "recycle run --out /proc/x": "is not a folder that can be written to",
     "recycle chat --fresh --store x": "--fresh --store x not both",
     "recycle chat --capacity 0": "--capacity at least 1 '0'",
     "recycle chat --encoder tokens": "chat has no --encoder",

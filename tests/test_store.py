@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -224,8 +225,25 @@ def change_class(model: nn.Module) -> None:
     model.h[0].ln_1.__class__ = type("OtherNorm", (nn.LayerNorm,), {})
 
 
+def add_hook(model: nn.Module) -> None:
+    model.h[0].mlp.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
+def add_pre_hook(model: nn.Module) -> None:
+    model.h[0].mlp.register_forward_pre_hook(lambda module, inputs: 2 * inputs[0])
+
+
 @pytest.mark.parametrize(
-    "change", [change_eps, add_buffer, add_function, add_list_of_modules, change_class]
+    "change",
+    [
+        change_eps,
+        add_buffer,
+        add_function,
+        add_list_of_modules,
+        change_class,
+        add_hook,
+        add_pre_hook,
+    ],
 )
 def test_a_model_of_equal_weights_that_computes_something_else_has_another_folder(
     store: Store, change: Callable
@@ -239,8 +257,43 @@ def test_a_model_of_equal_weights_that_computes_something_else_has_another_folde
     assert theirs.folder != store.folder and len(theirs.get([1] * 9)) == 0
 
 
+class NamedList(list):
+    """A list that has an attribute."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (NamedList("a"), NamedList("b")),
+        (lambda x: 2 * x, lambda x: 3 * x),
+        (lambda *, by=2: by, lambda *, by=3: by),
+        (np.array(["a"]), np.array(["b"])),
+        (np.arange(3)[::-1], np.arange(3)),
+        (torch.ones(2, dtype=torch.complex64) * 1j, (torch.ones(2) * 1j).conj()),
+    ],
+)
+def test_values_that_differ_are_told_apart(one: object, other: object) -> None:
+    model = tiny_model()
+    texts = []
+    for value in (one, other, one):
+        model.value = value
+        texts.append(identity(model))
+    assert texts[0] == texts[2] != texts[1]
+
+
+@pytest.mark.parametrize("kind", ["meta", "sparse"])
+def test_a_tensor_without_plain_memory_is_refused(kind: str) -> None:
+    model = tiny_model()
+    model.value = torch.eye(2).to_sparse() if kind == "sparse" else torch.eye(2, device="meta")
+    with pytest.raises(ValueError, match=r"depend on model\.value, a Tensor: can't tell how"):
+        identity(model)
+
+
 def test_a_model_that_changes_in_use_or_whose_parts_cannot_be_told_is_refused() -> None:
-    for change in (change_eps, add_buffer):
+    for change in (change_eps, add_buffer, add_hook):
         model = tiny_model()
         store = Store(model)
         change(model)

@@ -21,6 +21,7 @@ SAMPLES = [
     "the then there other mother 12345 1a2",
     "  \n\n \t the's THE'S x_y--z 🙂 é\u0301",
     "aaaa aaaaaaa abcabcabc cabcab",
+    "it'\u017f 'RE're 'S's ß ss SS ﬁ fi",
 ]
 
 
@@ -146,6 +147,21 @@ def test_a_field_that_is_not_as_it_was_makes_the_librarys_tokens_or_is_refused(
             "a*",
             "pieces of no characters",
         ),
+        (
+            ["pre_tokenizer", "pretokenizers", 0, "pattern", "Regex"],
+            r"a|(?i:ss)",
+            r"'\?i:ss\)' in its Regex",
+        ),
+        (
+            ["pre_tokenizer", "pretokenizers", 0, "pattern", "Regex"],
+            "a|(?!(?!b))",
+            r"'\?!\(\?!b\)\)' in its Regex",
+        ),
+        (
+            ["pre_tokenizer", "pretokenizers", 0, "pattern", "Regex"],
+            "a|(?!b)",
+            "pieces of no characters",
+        ),
         (["pre_tokenizer", "pretokenizers", 0, "pattern"], {"String": " "}, "lacks Regex"),
         (["pre_tokenizer", "pretokenizers", 0, "behavior"], "Removed", "behavior is 'Removed'"),
         (["pre_tokenizer", "pretokenizers", 0, "invert"], True, "invert is True"),
@@ -171,7 +187,7 @@ def test_a_tokenizer_that_could_make_other_tokens_is_refused_by_its_field(
         r"\p{L}+",
         r"[a-z]+|\p{N}{1,2}",
         r"the(?! )|\s",
-        r"(?i:th|e)[^\s]",
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?[^\s]",
         r"a(b|c)+| ?[\p{Lu}\p{N}]++",
         r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     ],

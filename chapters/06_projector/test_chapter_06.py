@@ -97,7 +97,7 @@ def test_kl_is_never_negative(impl: ModuleType) -> None:
 
 @pytest.mark.ex6_2
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("scale", [0.001, 0.3, 3.0, 30.0])
+@pytest.mark.parametrize("scale", [1e-12, 0.001, 0.3, 3.0, 30.0])
 def test_one_summary_token_is_read_as_all(
     impl: ModuleType, scale: float, dtype: torch.dtype
 ) -> None:

@@ -93,13 +93,13 @@ def test_stage_2_a_score_knows_the_distance_only(impl: ModuleType) -> None:
 @pytest.mark.ex11_1
 def test_stage_2_half_precision_changes_the_numbers_and_not_the_positions(impl: ModuleType) -> None:
     x, speed = randn(1, 1, 2, 12), torch.tensor([500.0 ** (-2 * i / 12) for i in range(6)])
-    pos = torch.tensor([256, 257])
-    found = impl.rotate(x.bfloat16(), pos, speed)
-    assert found.dtype == torch.bfloat16, f"bfloat16 in, {found.dtype} out"
-    expected = impl.rotate(x.bfloat16().float(), pos, speed)
-    assert_close(
-        found, expected, "in bfloat16, positions 256 and 257", ("row", "head", "token"), 0.02
-    )
+    for dtype, first in ((torch.bfloat16, 256), (torch.float16, 2048)):
+        pos, name = torch.tensor([first, first + 1]), str(dtype).removeprefix("torch.")
+        found = impl.rotate(x.to(dtype), pos, speed)
+        assert found.dtype == dtype, f"{name} in, {found.dtype} out"
+        expected = impl.rotate(x.to(dtype).float(), pos, speed)
+        what = f"in {name}, positions {first} and {first + 1}"
+        assert_close(found, expected, what, ("row", "head", "token"), 0.02)
     wide = x.double() / 3
     found = impl.rotate(wide, torch.tensor([0, 0]), speed)
     assert found.dtype == torch.float64, f"float64 in, {found.dtype} out"
