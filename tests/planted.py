@@ -12,6 +12,7 @@ separate entries.
 """
 
 import difflib
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,3 +89,14 @@ def read_folder(folder: Path) -> dict[str, Entry]:
     if len(by_name) < len(entries):
         raise ValueError(f"two entries of {folder} have the same name")
     return by_name
+
+
+def read_killers(folder: Path) -> dict[str, str]:
+    """Return by an entry's name the test that failed when it was last recorded, to be tried first."""
+    return json.loads((folder / "killers.json").read_text("utf-8"))
+
+
+def record_killers(folder: Path, tests: dict[str, str]) -> None:
+    """Record the tests that failed, by entry."""
+    text = json.dumps(read_killers(folder) | tests, indent=0, sort_keys=True)
+    (folder / "killers.json").write_text(f"{text}\n", "utf-8")

@@ -6,15 +6,17 @@ import json
 import os
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, too
-from tests.planted import read_folder
+from tests.planted import read_folder, read_killers, record_killers
 
 ROOT = Path(__file__).resolve().parent.parent
 
-BUGS = read_folder(ROOT / "tests" / "mutants")
+FOLDER = ROOT / "tests" / "mutants"
+BUGS = read_folder(FOLDER)
 MEANING = {1: "killed", 0: "survived"}
 SUITES = {
     "gpt_baseline": ["test_equivalence.py"],
@@ -51,27 +53,54 @@ ENOUGH = {
 }
 
 
-def run_each(names: list[str]) -> dict[str, int]:
-    """Return pytest's exit status for each bug: a forked process tests a module of the changed text.
+class FailedTest:
+    """Writes the name of the test that failed to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.path.write_text(report.nodeid, "utf-8")
+
+
+def run_each(names: list[str]) -> dict[str, tuple[int, str]]:
+    """Return pytest's exit status for each bug, and the name of the test that killed it. First to
+    be tried is the test that killed it before; if it doesn't, all tests that are enough are run."""
+    results = {}
+    killers = read_killers(FOLDER)
+    for name in names:
+        module = BUGS[name].path.stem
+        tests = [str(ROOT / "tests" / file) for file in SUITES[module]]
+        longest = max((start for start in ENOUGH if name.startswith(start)), key=len)
+        if name in killers:
+            results[name] = run_changed(name, [str(ROOT / killers[name])])
+        if name not in killers or results[name][0] != 1:
+            results[name] = run_changed(name, ["-k", ENOUGH[longest], *tests])
+    return results
+
+
+def run_changed(name: str, arguments: list[str]) -> tuple[int, str]:
+    """Return pytest's exit status for a bug, and the name of the test that failed: a forked process
+    tests a module of the changed text.
 
     Forked, since to import PyTorch takes longer than to kill a mutant.
     """
-    statuses = {}
-    for name in names:
-        module = BUGS[name].path.stem
-        text = BUGS[name].changed((ROOT / f"{module}.py").read_text("utf-8"))
-        code = compile(text, name, "exec")  # before the fork: a child that fails counts as killed
+    module = BUGS[name].path.stem
+    text = BUGS[name].changed((ROOT / f"{module}.py").read_text("utf-8"))
+    code = compile(text, name, "exec")  # before the fork: a child that fails counts as killed
+    with TemporaryDirectory() as folder:
+        failed = Path(folder) / "failed"
+        failed.touch()
         pid = os.fork()
         if pid == 0:
             spec = importlib.util.spec_from_loader(module, loader=None)
             sys.modules[module] = importlib.util.module_from_spec(spec)
             exec(code, sys.modules[module].__dict__)
-            tests = [str(ROOT / "tests" / file) for file in SUITES[module]]
-            longest = max((start for start in ENOUGH if name.startswith(start)), key=len)
             options = ["-x", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
-            os._exit(pytest.main([*options, "-k", ENOUGH[longest], *tests]))
-        statuses[name] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return statuses
+            os._exit(pytest.main([*options, *arguments], plugins=[FailedTest(failed)]))
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return status, failed.read_text("utf-8")
 
 
 def test_there_are_bugs_of_every_file_and_each_fits_it() -> None:
@@ -86,22 +115,26 @@ def test_there_are_bugs_of_every_file_and_each_fits_it() -> None:
 def test_the_suite_kills_every_mutant(tmp_path: Path) -> None:
     from tests.helpers import in_halves  # which imports what is mutated
 
-    statuses = in_halves(__file__, [*BUGS], tmp_path)
+    results = in_halves(__file__, [*BUGS], tmp_path)
     # 0: it survives; others: its tests didn't run
-    assert {name: status for name, status in statuses.items() if status != 1} == {}
-    assert len(statuses) == len(BUGS)
+    assert {name: status for name, (status, _) in results.items() if status != 1} == {}
+    assert len(results) == len(BUGS)
 
 
 if __name__ == "__main__":  # in a process of its own, which has not computed yet and can fork
     parser = argparse.ArgumentParser(description="Test planted bugs, by their names.")
     parser.add_argument("names", nargs="+", choices=BUGS, metavar="NAME")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where the statuses are written")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where the results are written")
+    parser.add_argument("--record", action="store_true", help="record which tests killed them")
     args = parser.parse_args()
     import torch
 
     torch.set_num_threads(1)
-    statuses = run_each(args.names)
-    for name, status in statuses.items():
-        print(f"{name}: {status} ({MEANING.get(status, 'its tests did not run')})")
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # whatever else is installed
+    results = run_each(args.names)
+    for name, (status, test) in results.items():
+        print(f"{name}: {status} ({MEANING.get(status, 'its tests did not run')}) {test}".rstrip())
     if args.json:
-        args.json.write_text(json.dumps(statuses))
+        args.json.write_text(json.dumps(results))
+    if args.record:
+        record_killers(FOLDER, {name: test for name, (_, test) in results.items()})

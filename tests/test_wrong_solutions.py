@@ -13,11 +13,12 @@ from tempfile import TemporaryDirectory
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, too
-from tests.planted import Entry, read_folder
+from tests.planted import Entry, read_folder, read_killers, record_killers
 
 ROOT = Path(__file__).resolve().parent.parent
 
-WRONG = read_folder(ROOT / "chapters" / "wrong")
+FOLDER = ROOT / "chapters" / "wrong"
+WRONG = read_folder(FOLDER)
 MEANING = {1: "fails, as it has to", 0: "passes"}
 pytestmark = pytest.mark.skipif(not WRONG, reason="a copy without solutions")
 
@@ -33,12 +34,13 @@ class Trial:
 
     def __init__(self, names: list[str], folder: Path) -> None:
         self.names, self.folder = names, folder
-        self.results: dict[str, tuple[int, str]] = {}  # by name: status, message
-        self.message = ""  # of the first test that failed
+        self.results: dict[str, tuple[int, str, str]] = {}  # by name: status, test, message
+        self.test, self.message = "", ""  # of the first test that failed
+        self.killers = read_killers(FOLDER)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            self.message = report.longreprtext
+            self.test, self.message = report.nodeid, report.longreprtext
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         gc.freeze()  # what exists by now needs no collecting in each of the processes
@@ -48,7 +50,8 @@ class Trial:
             if pid == 0:
                 os._exit(self.status(WRONG[name], session, log))
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            self.results[name] = status, log.read_text(encoding="utf-8")
+            test, message = log.read_text(encoding="utf-8").split("\n", maxsplit=1)
+            self.results[name] = status, test, message
         return True
 
     def status(self, wrong: Entry, session: pytest.Session, log: Path) -> int:
@@ -62,12 +65,14 @@ class Trial:
         session.config.option.copy = str(copy)
         marker = f"ex{int(number)}_{exercise}"
         items = [item for item in session.items if item.get_closest_marker(marker)]
-        items.sort(key=lambda item: not is_of_case(item, wrong.says))  # others take long, and pass
+        killer = self.killers.get(wrong.name)
+        # others take long, and pass
+        items.sort(key=lambda item: (item.nodeid != killer, not is_of_case(item, wrong.says)))
         for item, following in zip(items, [*items[1:], None], strict=True):
             item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
             if self.message:
                 break
-        log.write_text(self.message, encoding="utf-8")
+        log.write_text(f"{self.test}\n{self.message}", encoding="utf-8")
         if not items:
             return 5
         return 1 if self.message else 0
@@ -95,8 +100,8 @@ def test_every_wrong_solution_fails_and_says_why(tmp_path: Path) -> None:
 
     results = in_halves(__file__, [*WRONG], tmp_path)
     # 0: it passed; others: its tests didn't run
-    assert {name: status for name, (status, _) in results.items() if status != 1} == {}
-    messages = {name: " ".join(message.split()) for name, (_, message) in results.items()}
+    assert {name: status for name, (status, *_) in results.items() if status != 1} == {}
+    messages = {name: " ".join(message.split()) for name, (*_, message) in results.items()}
     assert {n: messages[n] for n, wrong in WRONG.items() if wrong.says not in messages[n]} == {}
 
 
@@ -104,6 +109,7 @@ if __name__ == "__main__":  # in a process of its own, which has not computed ye
     parser = argparse.ArgumentParser(description="Test wrong solutions, by their names.")
     parser.add_argument("names", nargs="+", choices=WRONG, metavar="NAME")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the results are written")
+    parser.add_argument("--record", action="store_true", help="record which tests failed")
     args = parser.parse_args()
     import torch
 
@@ -114,7 +120,9 @@ if __name__ == "__main__":  # in a process of its own, which has not computed ye
     with TemporaryDirectory() as folder:
         trial = Trial(args.names, Path(folder))
         pytest.main([*options, str(ROOT / "chapters")], plugins=[trial])
-    for name, (status, message) in trial.results.items():
-        print(f"{name}: {MEANING.get(status, 'its tests did not run')}\n{message}")
+    for name, (status, test, message) in trial.results.items():
+        print(f"{name}: {MEANING.get(status, 'its tests did not run')} {test}\n{message}")
     if args.json:
         args.json.write_text(json.dumps(trial.results))
+    if args.record:
+        record_killers(FOLDER, {name: test for name, (_, test, _) in trial.results.items()})
