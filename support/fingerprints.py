@@ -93,8 +93,10 @@ def parts_of(value: Any, name: str) -> dict[str, Any]:
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """Return the functions that a module calls before and after its forward()."""
-    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    """Return the functions that a module calls before and after its forward(), without those that
+    say by an attribute `observes` that they change nothing."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return [hook for hook in hooks if not getattr(hook, "observes", False)]
 
 
 def model_versions(model: nn.Module) -> list[tuple[int, Size, int] | dict[str, Any] | list[Any]]:

@@ -71,6 +71,7 @@ class Trace:
                 if not module.training:
                     self.calls[layer] = module, args
 
+            keep_arguments.observes = True  # so that a store goes on with the model
             self.watched[layer] = attention.register_forward_pre_hook(keep_arguments)
 
     def begin(self, ids: Sequence[int], reused: int = 0) -> None:
