@@ -36,7 +36,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gpt_bounded_cache import SlidingWindowCache
+from gpt_bounded_cache import PreallocatedCache, SlidingWindowCache
 from gpt_kv_cache import KVCache
 from support.statistics import kl
 from support.tables import table
@@ -336,7 +336,7 @@ def small_norm_cache(n_tokens: int, divisor: int) -> SmallNormCache:
 # slot.
 CACHES = {
     "full": CacheKind("full", lambda n: KVCache(), exact=True),
-    "preallocated": CacheKind("full, preallocated", SlidingWindowCache, exact=True),
+    "preallocated": CacheKind("full, preallocated", PreallocatedCache, exact=True),
     "bits:8": CacheKind("8 bits", lambda n: QuantizedCache(8)),
     "bits:4": CacheKind("4 bits", lambda n: QuantizedCache(4)),
     "bits:2": CacheKind("2 bits", lambda n: QuantizedCache(2)),

@@ -166,11 +166,10 @@ class KVCache:  # NEW
 class SlidingWindowCache(KVCache):  # RING
     """The last `window` tokens and the first `sinks`, in slots that are allocated once.
 
-    With a window of n_ctx it is a preallocated cache that forgets nothing. The ring has one slot
-    more than its window: a new token takes the slot of a token that no query sees any more, so that
-    decoding copies nothing and a pass that fails destroys nothing. Tokens of earlier passes carry
-    no gradient. len() counts the tokens read. Raises ValueError if the window is below 1 or sinks
-    below 0.
+    The ring has one slot more than its window: a new token takes the slot of a token that no query
+    sees any more, so that decoding copies nothing and a pass that fails destroys nothing. Tokens of
+    earlier passes carry no gradient. len() counts the tokens read. Raises ValueError if the window
+    is below 1 or sinks below 0.
 
     Source: Raschka 2025, tips 1 and 2; Xiao et al. 2023 (sinks).
     """
@@ -246,7 +245,7 @@ class SlidingWindowCache(KVCache):  # RING
     def to(self, device: torch.device | str | None = None,  # RING
            dtype: torch.dtype | None = None) -> KVCache:  # RING
         """Return a copy that shares no memory, on another device or in another dtype if given."""
-        other = SlidingWindowCache(self.window, self.sinks)  # RING
+        other = type(self)(self.window, self.sinks)  # RING
         other.layers = [kv.to(device, dtype, copy=True) for kv in self.layers if len(self)]  # RING
         other.n_read, other.pos = len(self), self.pos.to(device, copy=True)  # RING
         return other  # RING
@@ -266,6 +265,19 @@ class SlidingWindowCache(KVCache):  # RING
         evicted = self.pos[~self.visible(self.pos, len(self) - 1)]  # RING
         ring = {"size": self.n_slots, "evicted": evicted.tolist(), "sinks": self.sinks}  # RING
         return {**super().snapshot(), **ring}  # RING
+
+
+class PreallocatedCache(SlidingWindowCache):  # RING
+    """All tokens of a text, at most `window`, in slots that are allocated once; none is evicted."""
+
+    def append(self, layer: int, k: Tensor, v: Tensor,  # RING
+               pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # RING
+        """Do as SlidingWindowCache does; raise ValueError, and change nothing, if there is no room
+        for the tokens at positions pos (T,)."""
+        if len(self) + len(pos) > self.window:  # RING
+            held = f"{len(pos)} tokens after {len(self)}"  # RING
+            raise ValueError(f"{held}: this preallocated cache holds {self.window}")  # RING
+        return super().append(layer, k, v, pos)  # RING
 
 
 class Attention(nn.Module):

@@ -71,8 +71,11 @@ class Ours:
             return gpt_baseline.generate(self.model, ids, NO_LIMIT)
         self.cache = self.model.new_cache()
         if self.window:
-            window = min(self.window, self.model.config.n_ctx)
-            self.cache = gpt_bounded_cache.SlidingWindowCache(window)
+            n_ctx = self.model.config.n_ctx
+            if self.window < n_ctx:
+                self.cache = gpt_bounded_cache.SlidingWindowCache(self.window)
+            else:
+                self.cache = gpt_bounded_cache.PreallocatedCache(n_ctx)
         return self.module.generate(self.model, ids, NO_LIMIT, cache=self.cache)
 
     @property

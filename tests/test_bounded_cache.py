@@ -17,6 +17,7 @@ from gpt_bounded_cache import (
     BoundedMemory,
     GPTConfig,
     KVCache,
+    PreallocatedCache,
     SlidingWindowCache,
     Slots,
     Tokens,
@@ -106,9 +107,29 @@ def test_equivalence_of_a_window_of_the_context_with_the_growing_cache(seed: int
     old = model_of(gpt_kv_cache.GPTConfig(**vars(model.config)), seed)
     n = 3 * model.config.n_ctx
     expected = text(gpt_kv_cache.generate(old, ids, n))
-    caches = [SlidingWindowCache(model.config.n_ctx), SlidingWindowCache(5 * n, 2), KVCache(), None]
+    caches = [PreallocatedCache(model.config.n_ctx), SlidingWindowCache(5 * n, 2), KVCache(), None]
     for cache in caches:
         assert torch.equal(text(generate(model, ids, n, cache=cache)), expected)
+
+
+@pytest.mark.parametrize("fed", [1, 3])
+def test_a_preallocated_cache_refuses_the_token_that_it_has_no_room_for(fed: int) -> None:
+    model, ids = model_of(SMALL), ids_of(2, 20)
+    expected = model(ids)
+    original = PreallocatedCache(10)
+    model(ids[:, : 11 - fed], original)
+    for cache in (original, original.clone()):
+        with pytest.raises(ValueError, match=f"{fed} tokens after {11 - fed}: .* holds 10"):
+            model(ids[:, 11 - fed : 11], cache)
+        if fed > 1:  # the rest of the room is as it was
+            got = model(ids[:, 11 - fed : 10], cache)
+            torch.testing.assert_close(got, expected[:, 11 - fed : 10])
+        assert len(cache) == 10
+        cache.truncate(5)
+        torch.testing.assert_close(model(ids[:, 5:10], cache), expected[:, 5:10])
+    with pytest.raises(ValueError, match="holds 12"):
+        [*generate(model, ids[:, :6], 8, cache=PreallocatedCache(12))]
+    assert text(generate(model, ids[:, :6], 7, cache=PreallocatedCache(12))).size(1) == 7
 
 
 @pytest.mark.parametrize("sinks", [0, 2])

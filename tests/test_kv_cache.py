@@ -13,7 +13,13 @@ from torch import Tensor
 import gpt_baseline
 import gpt_bounded_cache as bounded
 import gpt_kv_cache
-from gpt_bounded_cache import BCTConfig, BoundedMemory, SlidingWindowCache, Tensors
+from gpt_bounded_cache import (
+    BCTConfig,
+    BoundedMemory,
+    PreallocatedCache,
+    SlidingWindowCache,
+    Tensors,
+)
 from gpt_kv_cache import GPTConfig, KVCache, generate
 from tests.pretended_device import held
 from tests.test_equivalence import (
@@ -47,7 +53,7 @@ KINDS = {
     "growing": Kind(CONFIG, KVCache, lambda n: 2 * n * 5),
     "window": Kind(SMALL, lambda: SlidingWindowCache(5), lambda n: 2 * 6 * 5),
     "sinks": Kind(SMALL, lambda: SlidingWindowCache(2, 4), lambda n: 2 * 7 * 5),
-    "all": Kind(SMALL, lambda: SlidingWindowCache(24), lambda n: 2 * 25 * 5),
+    "preallocated": Kind(SMALL, lambda: PreallocatedCache(64), lambda n: 2 * 65 * 5),
     "bct": Kind(SMALL_BCT, BoundedMemory, lambda n: 4 * 11 + 3 * (10 + 1 + 4)),
     "paper": Kind(RANDOM_START, BoundedMemory, lambda n: 4 * 10),
 }

@@ -41,6 +41,7 @@ ENOUGH = {
     "llama": "transformers or window or halves or bfloat16",
     "paged": "not bare_run and not serve_continues and not bad_input",
     "ring": "window or ring or any_feeding or plain_causal",
+    "preallocated": "preallocated",
     "ring_checks": "refused",
     "ring_clone": "clone",
     "ring_failed": "any_feeding",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_bounded_cache import SlidingWindowCache
+from gpt_bounded_cache import PreallocatedCache
 from gpt_kv_cache import GPT, KVCache, generate
 from load_gpt2_weights import load_tokenizer
 from overfill import (
@@ -75,7 +75,7 @@ def test_firings_are_those_of_a_gate() -> None:
 def test_a_preallocated_cache_is_a_cache(teacher, student) -> None:
     for policy in (Periodic(5, window=2, reads_window=True), ProbeKL(2.0, every=4, cooldown=4)):
         plain, _ = run(teacher, student, prompts(3), 30, policy)
-        pair = RefreshedPair(teacher, student, prompts(3), lambda: SlidingWindowCache(39))
+        pair = RefreshedPair(teacher, student, prompts(3), lambda: PreallocatedCache(39))
         assert torch.equal(torch.cat(list(generate_refreshed(pair, 30, policy)), 1), plain)
 
 

@@ -519,14 +519,14 @@ RINGS = planted(*(name for name in zoo.BUGS if name.startswith("ring") and name 
         RING,
         (
             "        other.n_read, other.pos = len(self), self.pos.to(device, copy=True)  # RING\n        return other",
-            "        return SlidingWindowCache(self.window, self.sinks)",
+            "        return type(self)(self.window, self.sinks)",
         ),
     ),
     "A clone forgets the sinks.": lambda: changed(
         RING,
         (
-            "other = SlidingWindowCache(self.window, self.sinks)",
-            "other = SlidingWindowCache(self.window + self.sinks)",
+            "other = type(self)(self.window, self.sinks)",
+            "other = type(self)(self.window + self.sinks)",
         ),
     ),
     "A clone shares the memory of the second layer.": lambda: changed(

@@ -78,7 +78,7 @@ def write_timed(
     way: str, model: torch.nn.Module, ids: Tensor, new_tokens: int, capacity: int, turn: int
 ) -> Written:
     """Write greedy tokens after ids (1, T). capacity: tokens of the preallocated cache."""
-    cache = gpt_bounded_cache.SlidingWindowCache(capacity) if way == "preallocated" else KVCache()
+    cache = gpt_bounded_cache.PreallocatedCache(capacity) if way == "preallocated" else KVCache()
     generate = generate_with_all_logits if way == "all-logits" else MODULES[way].generate
     cache_option = {} if MODULES[way] is gpt_baseline else {"cache": cache}
     text = time_text(lambda: generate(model, ids, new_tokens, **cache_option))

@@ -27,7 +27,7 @@ from gpt_bounded_cache import (
     BoundedMemory,
     GPTConfig,
     KVCache,
-    SlidingWindowCache,
+    PreallocatedCache,
 )
 from studies.core import Rows, run_study
 from support.layout import order_for_decoding
@@ -57,7 +57,7 @@ def growing_cache(model: GPT, length: int) -> KVCache:
 
 def preallocated_cache(model: GPT, length: int) -> KVCache:
     """Return a preallocated cache of random tokens, with room for those that are decoded."""
-    return fill(model, length, SlidingWindowCache(length + DECODED_TOKENS + 1))
+    return fill(model, length, PreallocatedCache(length + DECODED_TOKENS + 1))
 
 
 def bct_memory(model: BCT, length: int) -> BoundedMemory:
