@@ -29,6 +29,32 @@ GEOMETRIES = f"{', '.join(SIZES)} or LAYERSxHEADSxWIDTH"
 ARTICLE = {"prompt": "Hello, I am", "max_new_tokens": 200}
 
 
+MODEL_OPTIONS = ("--model", "--teacher", "--student")
+# Options that one script takes and people try in another, and the script; for an action, with its name.
+TAKEN_BY = {
+    "--random": "gpt_kv_cache.py",
+    "--compare": "gpt_kv_cache.py",
+    "--cache": "gpt_kv_cache.py",
+    "--prompt": "gpt_kv_cache.py",
+    "--temperature": "gpt_kv_cache.py",
+    "--top-k": "gpt_kv_cache.py",
+    "--max-new-tokens": "gpt_kv_cache.py",
+    "--trace": "gpt_kv_cache.py",
+    "--chat": "llama_kv_cache.py",
+    "--memory": "gpt_bounded_cache.py",
+    "--slots": "gpt_bounded_cache.py",
+    "--verify": "load_gpt2_weights.py",
+    "--tokens": "compress.py",
+    "--blocks": "paged.py serve",
+    "--samples": "paged.py serve",
+    "--policy": "overfill.py write",
+    "--draft": "speculate.py write",
+    "--by": "speculate.py write",
+    "--store": "recycle.py chat",
+    "--encoder": "recycle.py run",
+}
+
+
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults, except those that only mean "not given"."""
 
@@ -262,8 +288,21 @@ class CommandLine(argparse.ArgumentParser):
                 raise ValueError(f"{args.action} has no {option}, only {', '.join(owners)}")
             if option in self.actions:
                 raise ValueError(f"{option} comes first: see {self.prog} {option} --help")
-            raise ValueError(f"unrecognized arguments: {' '.join(unknown)}")
+            raise ValueError(
+                f"unrecognized arguments: {' '.join(unknown)}{self.hint(option, args)}"
+            )
         return args
+
+    def hint(self, option: str, args: argparse.Namespace) -> str:
+        """Return the end of a sentence about an option that this script doesn't take: what it takes instead, or the
+        script that takes it; "" if there is neither."""
+        chosen = self.actions.get(getattr(args, "action", ""), self)
+        models = [name for name in MODEL_OPTIONS if name in chosen.argument_names]
+        if option in MODEL_OPTIONS and models:
+            return f"; give models by {' and '.join(models)}"
+        if option in MODEL_OPTIONS and "model" in chosen.argument_names:
+            return "; give the model's name alone"
+        return f"; {TAKEN_BY[option]} takes {option}" if option in TAKEN_BY else ""
 
     def print_warning(self, message: Warning | str, *_: Any) -> None:
         """Print a warning as a sentence, without the line of code that it comes from."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from support.cli import TAKEN_BY
 from tests.helpers import Ran, process, read_pocket_config, refused, start
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -155,6 +156,14 @@ BAD = {  # a command, and what its sentence must hold
     "paged --blocks 3": "blocks there are 3",
     "paged --max-new-tokens 5000": "5000 more context of",
     "speculate write --draft 0": "--draft at least 1 '0'",
+    "speculate --model X": "--model X --teacher and --student",
+    "speculate write --model=X": "--model=X --teacher and --student",
+    "overfill --model X": "--model X --teacher and --student",
+    "gpt_kv_cache --teacher X": "--teacher X --model",
+    "load_gpt2_weights --model X": "--model model's name alone",
+    "gpt_kv_cache --chat": "--chat llama_kv_cache.py takes --chat",
+    "compress --policy every": "--policy overfill.py write takes --policy",
+    "paged serve x.txt --memory bct": "--memory gpt_bounded_cache.py takes --memory",
     "studies.projection --pairs pairs.csv --kinds quiz": "--pairs --kinds",
 }
 
@@ -163,6 +172,12 @@ BAD = {  # a command, and what its sentence must hold
 def test_bad_input_gets_one_sentence(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     refused(start(command), *BAD[command].split())
+
+
+@pytest.mark.parametrize("option", TAKEN_BY)
+def test_an_option_is_taken_by_the_script_that_is_named_for_it(option: str) -> None:
+    ran = start(f"{TAKEN_BY[option].replace('.py', '')} --help")
+    assert re.search(rf"^  {option} ", ran.out, re.M), ran.out + ran.err
 
 
 @pytest.fixture(scope="module")
