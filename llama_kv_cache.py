@@ -5,7 +5,9 @@ et al. 2023, "LLaMA"). `diff gpt_kv_cache.py llama_kv_cache.py` shows them, mark
           than H (grouped-query attention, Ainslie et al. 2023)
 # RMS     RMSNorm instead of LayerNorm: scaled, not shifted (Zhang and Sennrich 2019)
 # SWIGLU  an MLP in which one half gates the other (Shazeer 2020)
-# LLAMA   names and sizes, no biases, and an output head that may have a matrix of its own
+# QKNORM  a norm of each head's queries and keys, before they are rotated (Qwen3, Yang et al. 2025)
+# LLAMA   names and sizes, no biases but those of q, k and v in Qwen2, and an output head that may
+          have a matrix of its own
 
 Shapes: B batch, T tokens fed, S tokens attended to, L layers, H heads, D head size, C width
 (n_embd), V vocabulary.
@@ -40,9 +42,11 @@ class LlamaConfig:  # LLAMA
     n_embd: int = 576  # LLAMA
     n_inner: int | None = 1536  # LLAMA
     n_kv_head: int = 3  # LLAMA  heads of keys and values, each read by n_head // n_kv_head queries
+    qkv_bias: bool = False  # LLAMA  queries, keys and values have biases, as in Qwen2
     tied: bool = True  # LLAMA  the output head is the token embedding
     norm_eps: float = 1e-5  # LLAMA  added to the mean square that RMSNorm divides by
     head_dim: int | None = None
+    qk_norm: bool = False  # QKNORM  each head's queries and keys are normed, as in Qwen3
     dropout: float = 0.0
     rope_theta: float = 100_000.0  # ROPE  base of the frequencies, see rotation()
     rope_scaling: tuple[float, float, float, int] | None = None  # ROPE  factor, low, high, n_ctx
@@ -210,6 +214,9 @@ class Attention(nn.Module):
         self.heads = [config.n_head, config.n_kv_head, config.n_kv_head]  # GQA  of q, k and v
         self.c_attn = Conv1D(config.n_embd, sum(self.heads) * config.head_dim)  # GQA
         self.c_proj = Conv1D(config.n_head * config.head_dim, config.n_embd)
+        if config.qkv_bias:  # LLAMA
+            self.c_attn.bias = nn.Parameter(self.c_attn.weight.new_empty(  # LLAMA
+                self.c_attn.weight.size(1)))  # LLAMA
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the queries, keys and values (B, H, T, D) of x (B, T, C)."""
@@ -223,6 +230,20 @@ class Attention(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True,  # GQA
                                            dropout_p=self.dropout * self.training)
         return self.c_proj(y.transpose(1, 2).flatten(2))  # (B, H, T, D) -> (B, T, C)
+
+
+class NormedAttention(Attention):  # QKNORM
+    """Attention that norms each head's queries and keys: products of the two stay moderate."""
+
+    def __init__(self, config: LlamaConfig) -> None:  # QKNORM
+        super().__init__(config)  # QKNORM
+        self.ln_q = nn.RMSNorm(config.head_dim, eps=config.norm_eps)  # QKNORM
+        self.ln_k = nn.RMSNorm(config.head_dim, eps=config.norm_eps)  # QKNORM
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # QKNORM
+        """Return the queries, keys and values (B, H, T, D) of x (B, T, C)."""
+        q, k, v = super().project(x)  # QKNORM
+        return self.ln_q(q), self.ln_k(k), v  # QKNORM
 
 
 class MLP(nn.Module):
@@ -247,6 +268,8 @@ class Block(nn.Module):
         self.ln_1 = nn.RMSNorm(config.n_embd, eps=config.norm_eps)  # RMS
         self.ln_2 = nn.RMSNorm(config.n_embd, eps=config.norm_eps)  # RMS
         self.attn = Attention(config)
+        if config.qk_norm:  # QKNORM
+            self.attn = NormedAttention(config)  # QKNORM
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
 

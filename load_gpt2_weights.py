@@ -189,12 +189,13 @@ def find_tokenizer(name_or_path: str, config: dict[str, Any], folder: Path) -> P
     no file and the vocabulary has another size.
     """
     filenames = {path.name for path in folder.iterdir()}
-    is_llama = config.get("model_type") == "llama"
+    model_type = config.get("model_type")
     if TIKTOKEN_FILE not in filenames and folder.resolve().parent == HERE / "pocket":
         return HERE / "pocket" / "teacher" / TIKTOKEN_FILE  # the repository's own models share one
     for filename in READERS:
-        if filename in filenames and (is_llama or filename != LLAMA3_FILE):
+        if filename in filenames and (model_type == "llama" or filename != LLAMA3_FILE):
             return find_file(name_or_path, filename)
+    is_llama = KIND_OF_MODEL_TYPE.get(model_type) == "Llama"
     if is_llama or any(re.fullmatch(TOKENIZER_FILE, filename) for filename in filenames):
         return find_file(name_or_path, "tokenizer.json")
     if config["vocab_size"] == 50257:
@@ -225,12 +226,20 @@ SUPPORTED = {
         "mlp_bias": (False,),
         "pretraining_tp": (1,),
         "partial_rotary_factor": (1.0,),
-        "sliding_window": (None,),
         "quantization_config": (None,),
     },
 }
 # By config.json's model_type; BCT is ours: a GPT-2 with memory slots.
-KIND_OF_MODEL_TYPE = {"gpt2": "GPT-2", "llama": "Llama", "bct": "BCT"}
+KIND_OF_MODEL_TYPE = {
+    "gpt2": "GPT-2",
+    "llama": "Llama",
+    "mistral": "Llama",
+    "qwen2": "Llama",
+    "qwen3": "Llama",
+    "bct": "BCT",
+}
+# Fields of LlamaConfig that the model_type decides.
+FIELDS_OF_MODEL_TYPE = {"qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
 SCRIPT_OF_KIND = {
     "GPT-2": "gpt_kv_cache.py",
     "Llama": "llama_kv_cache.py",
@@ -254,6 +263,12 @@ LLAMA_DEFAULTS = {  # those of transformers
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
     "layer_types": [],
+    "use_sliding_window": True,
+}
+DEFAULTS_OF_MODEL_TYPE = {  # those of transformers that differ from a Llama's
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32, "use_sliding_window": False},
+    "qwen3": {"num_key_value_heads": 32, "use_sliding_window": False, "head_dim": 128},
 }
 LLAMA3_SCALING = {  # the fields that rope_type llama3 needs, to scale frequencies
     "factor": float,
@@ -285,9 +300,11 @@ def read_config(path: Path, config_class: type | None) -> Any:
     the file says. Dropout stays 0 whatever the file says, since a loaded model is for inference.
     Raises ValueError if the file says something that our models can't represent.
     """
-    content = {key: value for key, value in read_json(path).items() if value is not None}
-    model_type = content.get("model_type", "gpt2")
+    content = read_json(path)
+    model_type = content.get("model_type") or "gpt2"
     check_choice(path, "model_type", model_type, [*KIND_OF_MODEL_TYPE])
+    content = DEFAULTS_OF_MODEL_TYPE.get(model_type, {}) | content
+    content = {key: value for key, value in content.items() if value is not None}
     kind = KIND_OF_MODEL_TYPE[model_type]
     config_class = config_class or default_class(kind).config_class
     if kind != kind_of(config_class):
@@ -320,10 +337,22 @@ def llama_fields(content: dict[str, Any], types: dict[str, type], path: Path) ->
     values = select_fields(content, LLAMA_FIELDS, types, (*REQUIRED, "n_inner"), path)
     if not values["norm_eps"] > 0:
         raise ValueError(f"{path}: rms_norm_eps must be more than 0, got {values['norm_eps']}")
-    for layer_type in check_fields(content, str(path), layer_types=list)["layer_types"]:
-        check_choice(path, "layer_types", layer_type, ["full_attention"])
+    check_fields(content, str(path), layer_types=list, use_sliding_window=bool)
+    known_types, n_ctx = ["full_attention"], values["n_ctx"]
+    if content["use_sliding_window"] and "sliding_window" in content:
+        window = check_fields(content, str(path), sliding_window=int)["sliding_window"]
+        known_types.append("sliding_attention")  # which is full as well, with such a window:
+        if window < n_ctx:
+            raise ValueError(
+                f"{path}: sliding_window is {window}, and must be null or at least "
+                f"max_position_embeddings, {n_ctx}: windows aren't supported"
+            )
+    for layer_type in content["layer_types"]:
+        check_choice(path, "layer_types", layer_type, known_types)
     values.setdefault("n_kv_head", values["n_head"])
-    return values | rotary_fields(content, path)
+    return (
+        values | FIELDS_OF_MODEL_TYPE.get(content["model_type"], {}) | rotary_fields(content, path)
+    )
 
 
 def select_fields(
@@ -359,6 +388,7 @@ def rotary_fields(content: dict[str, Any], path: Path) -> dict[str, Any]:
     types = {"rope_theta": float}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     check_choice(path, "rope_type", rope_type, ["default", "llama3"])
+    check_choice(path, "partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), [1.0])
     if rope_type == "llama3":
         types |= LLAMA3_SCALING
     check_fields(rope, where, **types)
@@ -433,6 +463,8 @@ LLAMA_TENSORS = {  # our parameter: the tensors that it joins, matrices as (out,
     "wte": ("embed_tokens",),
     "ln_1": ("input_layernorm",),
     "attn.c_attn": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn.ln_q": ("self_attn.q_norm",),
+    "attn.ln_k": ("self_attn.k_norm",),
     "attn.c_proj": ("self_attn.o_proj",),
     "ln_2": ("post_attention_layernorm",),
     "mlp.c_fc": ("mlp.gate_proj", "mlp.up_proj"),
@@ -538,7 +570,7 @@ def public_parts(model: nn.Module) -> dict[str, Tensor]:
     be written to.
 
     A Llama's matrices are (in, out) in our parameters and (out, in) in the files. A parameter that
-    joins several matrices has a view for each of them.
+    joins several matrices, or their biases, has a view for each of them.
     """
     config, parts = model.config, dict(model.named_parameters())
     if kind_of(config) != "Llama":
@@ -546,15 +578,15 @@ def public_parts(model: nn.Module) -> dict[str, Tensor]:
     kv_width = config.n_kv_head * config.head_dim
     public = {}
     for name, parameter in parts.items():
-        layer, part = re.fullmatch(r"(?:h\.(\d+)\.)?(.*)\.weight", name).groups()
+        layer, part, numbers = re.fullmatch(r"(?:h\.(\d+)\.)?(.*)\.(weight|bias)", name).groups()
         prefix = "" if layer is None else f"layers.{layer}."
-        matrix = parameter.t() if ".c_" in name else parameter
+        matrix = parameter.t() if ".c_" in name else parameter  # a bias (out,) stays as it is
         tensors = LLAMA_TENSORS[part]
         sizes = [len(matrix) // len(tensors)] * len(tensors)
         if part == "attn.c_attn":
             sizes = [len(matrix) - 2 * kv_width, kv_width, kv_width]
         for tensor, rows in zip(tensors, matrix.split(sizes), strict=True):
-            public[f"{prefix}{tensor}.weight"] = rows
+            public[f"{prefix}{tensor}.{numbers}"] = rows
     return public
 
 

@@ -61,8 +61,9 @@ LLAMA3 = {  # frequencies, scaled as Llama 3.2's for a shorter context
 }
 
 
-def random_llama(**geometry: Any) -> Any:
-    """Return transformers' model, its weights so large that mistakes show."""
+def random_llama(kind: str = "Llama", **geometry: Any) -> Any:
+    """Return a model of transformers, its weights and biases so large that mistakes show. kind: the beginning of its
+    class's name, such as Qwen3."""
     transformers = pytest.importorskip("transformers")
     config = {
         "vocab_size": 1536,
@@ -77,7 +78,13 @@ def random_llama(**geometry: Any) -> Any:
         "initializer_range": 0.3,
     }
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config | geometry)).eval()
+    model_class = getattr(transformers, f"{kind}ForCausalLM")
+    model = model_class(model_class.config_class(**config | geometry)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():  # which begin as 0 and 1
+            if name.endswith(("_proj.bias", "q_norm.weight", "k_norm.weight")):
+                parameter.uniform_(0.5, 2.0)
+    return model
 
 
 def write_llama(folder: Path, **geometry: Any) -> Path:

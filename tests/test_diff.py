@@ -17,9 +17,9 @@ LECTURES = [
     (
         "gpt_kv_cache.py",
         "llama_kv_cache.py",
-        26,
         30,
-        ["# ROPE", "# GQA", "# RMS", "# SWIGLU", "# LLAMA"],
+        30,
+        ["# ROPE", "# GQA", "# RMS", "# SWIGLU", "# QKNORM", "# LLAMA"],
     ),
 ]
 FILES = ["gpt_baseline.py", "gpt_kv_cache.py", "gpt_bounded_cache.py", "llama_kv_cache.py"]

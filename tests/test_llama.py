@@ -42,6 +42,15 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
     "another theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 12_345.0}},
     "another epsilon": {"rms_norm_eps": 0.1},
 }
+for kind in ("Qwen2", "Qwen3", "Mistral"):  # other types that llama_kv_cache.py serves
+    window = {} if kind != "Mistral" else {"sliding_window": None}
+    GEOMETRIES[kind] = {"kind": kind, "head_dim": 20} | window
+    GEOMETRIES[f"{kind}, untied"] = GEOMETRIES[kind] | {"tie_word_embeddings": False}
+    GEOMETRIES[f"{kind}, 1 to 1"] = GEOMETRIES[kind] | {"num_key_value_heads": 4, "head_dim": 12}
+    wide = {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}
+    GEOMETRIES[f"{kind}, a window of the context"] = GEOMETRIES[kind] | wide
+    theta = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rms_norm_eps": 0.1}
+    GEOMETRIES[f"{kind}, another theta and epsilon"] = GEOMETRIES[kind] | theta
 
 
 def reference(folder: Path, shards: bool = False, **geometry: Any) -> Any:
@@ -74,8 +83,9 @@ def test_a_model_equals_transformers(name: str, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_bfloat16_is_as_near_as_transformers(tmp_path: Path) -> None:
-    expected, ids = reference(tmp_path), ids_of(2, 40)
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
+def test_bfloat16_is_as_near_as_transformers(kind: str, tmp_path: Path) -> None:
+    expected, ids = reference(tmp_path, kind=kind), ids_of(2, 40)
     exact = expected(ids).logits
     ours = load_model(str(tmp_path), dtype=torch.bfloat16)(ids, KVCache())
     theirs = expected.bfloat16()(ids).logits
@@ -162,7 +172,16 @@ def changed(folder: Path, **fields: Any) -> str:
         ({"attention_bias": True}, "attention_bias is True"),
         ({"mlp_bias": True}, "mlp_bias is True"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"sliding_window": 4096}, "sliding_window is 4096"),
+        ({"sliding_window": 16}, "sliding_window is 16, and must be null or at least"),
+        ({"model_type": "mistral", "max_position_embeddings": 8192}, "sliding_window is 4096"),
+        (
+            {"model_type": "qwen3", "sliding_window": 8, "use_sliding_window": True},
+            "window is 8, and",
+        ),
+        ({"model_type": "qwen2", "layer_types": ["sliding_attention"]}, "is 'sliding_attention'"),
+        ({"model_type": "qwen3"}, "q_norm.weight is missing"),
+        ({"model_type": "qwen2"}, "q_proj.bias is missing"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "factor is 0.5"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type is 'yarn'"),
         ({"rope_parameters": LLAMA3 | {"factor": None}}, "factor must be a finite number"),
@@ -176,7 +195,8 @@ def changed(folder: Path, **fields: Any) -> str:
         ({"num_hidden_layers": 10**6}, "n_layer is 1000000, but the number of tensors"),
         ({"rms_norm_eps": 0}, "rms_norm_eps must be more than 0, got 0"),
         ({"tie_word_embeddings": False}, "lm_head.weight is missing"),
-        ({"model_type": "mistral"}, "model_type is 'mistral'"),
+        ({"model_type": "gemma3_text"}, "model_type is 'gemma3_text'"),
+        ({"model_type": "qwen3_moe"}, "model_type is 'qwen3_moe'"),
     ],
 )
 def test_what_a_llama_cannot_represent_is_one_sentence(
