@@ -475,7 +475,7 @@ def trained_dropout(name: str) -> float:
     is 0.1 for a GPT-2, and 0 for a Llama. Raises ValueError if it is no number, or 0."""
     path = find_file(name, "config.json")
     config = read_json(path)
-    config.setdefault("resid_pdrop", 0.0 if config.get("model_type") == "llama" else 0.1)
+    config.setdefault("resid_pdrop", 0.1 if config.get("model_type", "gpt2") == "gpt2" else 0.0)
     rate = check_fields(config, str(path), resid_pdrop=float)["resid_pdrop"]
     if not rate:
         raise ValueError(f"{name} was trained without dropout: passes with it say nothing")

@@ -15,12 +15,18 @@ import gpt_bounded_cache
 import gpt_kv_cache
 from compress import read_in_pieces
 from llama_kv_cache import Llama
-from load_gpt2_weights import NAMES, find_file, load_model, load_tokenizer
+from load_gpt2_weights import (
+    NAMES,
+    find_file,
+    kind_of,
+    load_model,
+    load_tokenizer,
+    read_config,
+)
 from recycle import DATA
 from studies.core import StudyLine
 from studies.projection import study as projection
 from studies.recycling import study as recycling
-from support.files import read_json
 from support.printing import end_tokens_of
 from support.tables import table
 
@@ -52,7 +58,7 @@ def compare_lecture_files(
     Raises OSError or ValueError, as load_model() does, if the weights can't be had or read."""
     tokenizer = load_tokenizer(model_name)
     prompt = torch.tensor([tokenizer.encode(PROMPT)], device=device)
-    is_llama = read_json(find_file(model_name, "config.json")).get("model_type") == "llama"
+    is_llama = kind_of(read_config(find_file(model_name, "config.json"), None)) == "Llama"
     agreements, first_text, first_logits = {}, None, None
     for file, (module, new_cache) in LECTURE_FILES.items():
         model_class = Llama if is_llama else module.GPT
