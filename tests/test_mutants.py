@@ -83,6 +83,11 @@ def run_each(names: list[str]) -> dict[str, tuple[int, str]]:
     return results
 
 
+def file_of(module: str) -> Path:
+    """Return the path of a module, such as support.store."""
+    return ROOT / f"{module.replace('.', '/')}.py"
+
+
 def run_changed(name: str, arguments: list[str]) -> tuple[int, str]:
     """Return pytest's exit status for a bug, and the name of the test that failed: a forked process
     tests a module of the changed text.
@@ -90,7 +95,8 @@ def run_changed(name: str, arguments: list[str]) -> tuple[int, str]:
     Forked, since to import PyTorch takes longer than to kill a mutant.
     """
     module = BUGS[name].path.stem
-    text = BUGS[name].changed((ROOT / f"{module}.py").read_text("utf-8"))
+    path = file_of(module)
+    text = BUGS[name].changed(path.read_text("utf-8"))
     code = compile(text, name, "exec")  # before the fork: a child that fails counts as killed
     with TemporaryDirectory() as folder:
         failed = Path(folder) / "failed"
@@ -99,6 +105,7 @@ def run_changed(name: str, arguments: list[str]) -> tuple[int, str]:
         if pid == 0:
             spec = importlib.util.spec_from_loader(module, loader=None)
             sys.modules[module] = importlib.util.module_from_spec(spec)
+            sys.modules[module].__file__ = str(path)
             exec(code, sys.modules[module].__dict__)
             options = ["-x", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
             os._exit(pytest.main([*options, *arguments], plugins=[FailedTest(failed)]))
@@ -109,7 +116,7 @@ def run_changed(name: str, arguments: list[str]) -> tuple[int, str]:
 def test_there_are_bugs_of_every_file_and_each_fits_it() -> None:
     assert {bug.path.stem for bug in BUGS.values()} == set(SUITES)
     for bug in BUGS.values():
-        text = (ROOT / f"{bug.path.stem}.py").read_text("utf-8")
+        text = file_of(bug.path.stem).read_text("utf-8")
         assert bug.why and bug.changed(text) != text
 
 
