@@ -7,6 +7,7 @@ import base64
 import json
 import math
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -75,17 +76,32 @@ class Tokenizer(tiktoken.Encoding):
     start_ids: the tokens that encode() puts before a whole text, which is one with all special
     tokens allowed ("all").
     end_ids: the tokens that end a text, each of them alone.
+    normal_form: the form of Unicode that a text is put into first, as Qwen's are into NFC; None:
+    the text stays as it is. Special tokens do in any case.
     missing_bytes: bytes that have no token. encode() refuses characters that need one (SmolLM2's
     vocabulary lacks 21: rare control characters, and bytes that UTF-8 hardly uses).
     """
 
     start_ids: tuple[int, ...] = ()
     end_ids: tuple[int, ...] = ()
+    normal_form: str | None = None
     missing_bytes: frozenset[int] = frozenset()
+
+    def normalized(self, text: str) -> str:
+        """Return a text in the normal form, but for the names of special tokens."""
+        if self.normal_form is None:
+            return text
+        parts = re.split(f"({'|'.join(map(re.escape, self.special_tokens_set))})", text)
+        parts[::2] = [unicodedata.normalize(self.normal_form, part) for part in parts[::2]]
+        return "".join(parts)
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        return super().encode_ordinary(self.normalized(text))
 
     def encode(self, text: str, *, allowed_special: Any = frozenset(), **options: Any) -> list[int]:
         """Return a text's tokens. Raises ValueError if a character needs a byte that has no
         token."""
+        text = self.normalized(text)
         if self.missing_bytes:
             for char in sorted({*text}):
                 if not self.missing_bytes.isdisjoint(char.encode(errors="replace")):
@@ -179,7 +195,7 @@ TOKENIZER = {
     "truncation": (None,),
     "padding": (None,),
     "added_tokens": list,
-    "normalizer": (None,),
+    "normalizer": (None, dict),
     "pre_tokenizer": dict,
     "post_processor": ANYTHING,
     "decoder": ANYTHING,
@@ -264,6 +280,8 @@ def byte_level_bpe(content: dict[str, Any], path: Path) -> Tokenizer:
         kind_of_object(content["decoder"], f"decoder in {path}", {"ByteLevel": BYTE_LEVEL})
     pattern = splitting_pattern(content["pre_tokenizer"], path)
     start_ids = starting_tokens(content["post_processor"], special_ids, path)
+    if content["normalizer"] is not None:
+        kind_of_object(content["normalizer"], f"normalizer in {path}", {"NFC": {}})
     try:
         tokenizer = Tokenizer(
             path.parent.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_ids
@@ -271,6 +289,7 @@ def byte_level_bpe(content: dict[str, Any], path: Path) -> Tokenizer:
     except (ValueError, OverflowError) as error:  # a broken pattern; an id that is too large
         raise ValueError(f"{path}: tiktoken can't read its pattern or its ids") from error
     tokenizer.start_ids = start_ids
+    tokenizer.normal_form = content["normalizer"] and content["normalizer"]["type"]
     tokenizer.missing_bytes = frozenset(byte for byte in range(256) if bytes([byte]) not in ranks)
     return tokenizer
 
