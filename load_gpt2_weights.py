@@ -21,7 +21,21 @@ from torch import Tensor, nn
 
 from support.cli import CommandLine
 from support.conditions import conditions, random_model
-from support.files import check_fields, download_error, read_json, regular_file, short_repr
+from support.files import (
+    check_fields,
+    download_error,
+    read_json,
+    read_text,
+    regular_file,
+    short_repr,
+)
+from support.gguf_files import (
+    SMOLLM2,
+    find_smollm2,
+    read_gguf_config,
+    read_gguf_tensors,
+    read_gguf_tokenizer,
+)
 from support.layout import order_for_decoding
 from support.printing import end_tokens_of
 from support.tokenizers import (
@@ -77,7 +91,7 @@ SHARDED_LLAMAS = (
     "meta-llama/Llama-3.2-3B-Instruct",
     "friendshipkim/overfill-Llama-3.2-3B-Instruct-pruned-h0.45-i0.45-a0.0-d0.0",
 )
-LLAMAS = ("pocket-llama", *ONE_FILE_LLAMAS, *SHARDED_LLAMAS)
+LLAMAS = ("pocket-llama", SMOLLM2, *ONE_FILE_LLAMAS, *SHARDED_LLAMAS)
 PUBLIC = {
     "gpt2": Checkpoint("openai-community/gpt2", "607a30d783dfa663caf39e06633721c8d4cfcd7e"),
     "gpt2-medium": Checkpoint(
@@ -100,7 +114,7 @@ PUBLIC = {
     **{name: Checkpoint(name, weights=WEIGHTS_FILES[1]) for name in SHARDED_LLAMAS},
 }
 GPT2S = [name for name in (*POCKET, *PUBLIC) if name not in ("pocket-bct", *LLAMAS)]
-NAMES = f"a GPT-2: {', '.join(GPT2S)}; a Llama: {', '.join(LLAMAS)}; or a folder"
+NAMES = f"a GPT-2: {', '.join(GPT2S)}; a Llama: {', '.join(LLAMAS)}; a folder; or a .gguf file"
 
 
 # --- From names to files --------------------------------------------------------------------------
@@ -108,13 +122,17 @@ NAMES = f"a GPT-2: {', '.join(GPT2S)}; a Llama: {', '.join(LLAMAS)}; or a folder
 
 def find_file(name_or_path: str, filename: str) -> Path:
     """Return the path of a model's file, after downloading it if need be. A known name takes
-    precedence over a folder of that name.
+    precedence over a folder of that name. A GGUF file holds all that a model is.
 
     Raises ValueError if the model is unknown, OSError if the file can't be found or downloaded.
     """
     if name_or_path in PUBLIC:
         return download(PUBLIC[name_or_path], filename)
+    if name_or_path == SMOLLM2:
+        return find_smollm2()
     folder = Path(name_or_path)
+    if is_gguf(folder):
+        return regular_file(folder)
     if name_or_path in POCKET:
         folder = HERE / "pocket" / POCKET[name_or_path]
     elif not folder.is_dir():
@@ -126,6 +144,11 @@ def find_file(name_or_path: str, filename: str) -> Path:
             f"there is no {filename} in {folder}: a model is config.json, weights and a tokenizer"
         )
     return regular_file(folder / filename)
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a path is that of a GGUF file, and not of a folder."""
+    return path.suffix.lower() == ".gguf" and not path.is_dir()
 
 
 def download(checkpoint: Checkpoint, filename: str) -> Path:
@@ -163,7 +186,10 @@ def find_weights(name_or_path: str) -> list[Path]:
     if name_or_path in PUBLIC:
         path = find_file(name_or_path, PUBLIC[name_or_path].weights)
     else:
-        folder = find_file(name_or_path, "config.json").parent
+        path = find_file(name_or_path, "config.json")
+        if is_gguf(path):
+            return [path]
+        folder = path.parent
         candidates = [
             folder / filename for filename in WEIGHTS_FILES if (folder / filename).exists()
         ]
@@ -293,14 +319,19 @@ def kind_of(config: Any) -> str:
     return "BCT" if hasattr(config, "slots") else "GPT-2"
 
 
+def read_content(path: Path) -> dict[str, Any]:
+    """Return the content of a config.json, or what it would be for a GGUF file."""
+    return read_gguf_config(path) if is_gguf(path) else read_json(path)
+
+
 def read_config(path: Path, config_class: type | None) -> Any:
-    """Return the config that a Hugging Face config.json describes.
+    """Return the config that a Hugging Face config.json or a GGUF file describes.
 
     config_class: the class of config that the file must describe; None: a GPT-2's or a Llama's, as
     the file says. Dropout stays 0 whatever the file says, since a loaded model is for inference.
     Raises ValueError if the file says something that our models can't represent.
     """
-    content = read_json(path)
+    content = read_content(path)
     model_type = content.get("model_type") or "gpt2"
     check_choice(path, "model_type", model_type, [*KIND_OF_MODEL_TYPE])
     content = DEFAULTS_OF_MODEL_TYPE.get(model_type, {}) | content
@@ -427,7 +458,10 @@ def read_tensors(name_or_path: str) -> dict[str, Tensor]:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of one .safetensors or .bin file. Raises ValueError if it is damaged or something else."""
+    """Return the tensors of one .safetensors, .bin or .gguf file. Raises ValueError if it is damaged or something
+    else."""
+    if is_gguf(path):
+        return read_gguf_tensors(path)
     with regular_file(path).open("rb") as file:  # a file that can't be opened raises OSError here
         # Files from before PyTorch 1.6 aren't zipped, and can't be mapped.
         is_zipped = file.read(4) == b"PK\x03\x04"
@@ -623,11 +657,17 @@ def load_tokenizer(name_or_path: str) -> tiktoken.Encoding:
     if name_or_path in PUBLIC and name_or_path not in LLAMAS:
         return gpt2_tokenizer()
     config_path = find_file(name_or_path, "config.json")
-    config = read_json(config_path, vocab_size=int)
+    config = check_fields(read_content(config_path), str(config_path), vocab_size=int)
+    if is_gguf(config_path):
+        tokenizer = read_gguf_tokenizer(config_path)
+        tokenizer.end_ids = end_tokens(tokenizer, config_path, config, {})
+        return tokenizer
     path = find_tokenizer(name_or_path, config, config_path.parent)
     if path is None:
         return gpt2_tokenizer()
     tokenizer = read_tokenizer(path)
+    if name_or_path not in PUBLIC:
+        tokenizer.chat_template = read_chat_template(config_path.parent)
     vocab_size, n_vocab = config["vocab_size"], tokenizer.n_vocab
     fits = n_vocab == vocab_size
     if path.name != TIKTOKEN_FILE:
@@ -636,6 +676,20 @@ def load_tokenizer(name_or_path: str) -> tiktoken.Encoding:
     if not fits:
         raise ValueError(f"{path} makes {n_vocab} tokens, but {config_path} says {vocab_size}")
     return tokenizer
+
+
+def read_chat_template(folder: Path) -> str | None:
+    """Return the form of a conversation, in Jinja, that a model's folder gives; None if it gives none."""
+    if (folder / "chat_template.jinja").exists():
+        return read_text(folder / "chat_template.jinja")
+    path = folder / "tokenizer_config.json"
+    templates = read_json(path).get("chat_template") if path.exists() else None
+    if isinstance(templates, list):  # several, by name
+        named = [check_fields(each, str(path), name=str, template=str) for each in templates]
+        templates = {each["name"]: each["template"] for each in named}.get("default")
+    if templates is not None:
+        check_fields({"chat_template": templates}, str(path), chat_template=str)
+    return templates
 
 
 def read_generation(name_or_path: str, tokenizer_path: Path) -> dict[str, Any]:

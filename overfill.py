@@ -33,10 +33,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt_kv_cache import KVCache, check_options, context_start, generate, sample
-from load_gpt2_weights import NAMES, find_file
+from load_gpt2_weights import NAMES, find_file, read_content
 from pair import Pair, load_pair, splice_last
 from support.cli import CommandLine, whole_number
-from support.files import check_fields, read_json
+from support.files import check_fields
 from support.printing import stream
 from support.statistics import entropy, kl
 from support.tables import table
@@ -474,7 +474,7 @@ def trained_dropout(name: str) -> float:
     """Return the dropout that a model was trained with, by its config.json; Hugging Face's default
     is 0.1 for a GPT-2, and 0 for a Llama. Raises ValueError if it is no number, or 0."""
     path = find_file(name, "config.json")
-    config = read_json(path)
+    config = read_content(path)
     config.setdefault("resid_pdrop", 0.1 if config.get("model_type", "gpt2") == "gpt2" else 0.0)
     rate = check_fields(config, str(path), resid_pdrop=float)["resid_pdrop"]
     if not rate:

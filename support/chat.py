@@ -1,9 +1,13 @@
-"""Questions in the form that a chat model expects. There are two fixed forms; a model's tokens tell
-which one it uses."""
+"""Questions in the form that a chat model expects: that of its own template, or one of two fixed forms; a model's
+tokens tell which one it uses."""
 
 import re
+from datetime import datetime
+from typing import NoReturn
 
 import tiktoken
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 # The form of a first question, up to where the answer begins, by a token that occurs in it.
 QUESTION_FORMS = {
@@ -18,7 +22,9 @@ QUESTION_FORMS = {
 
 def question_form(tokenizer: tiktoken.Encoding) -> str:
     """Return the form of a question that a model expects, with {} in the place of the text. Raises
-    ValueError if the model has the tokens of none of QUESTION_FORMS."""
+    ValueError if the model has neither a template that says it, nor the tokens of QUESTION_FORMS."""
+    if getattr(tokenizer, "chat_template", None):
+        return rendered_question(tokenizer.chat_template)
     for token, form in QUESTION_FORMS.items():
         if token in tokenizer.special_tokens_set:
             return form
@@ -27,12 +33,39 @@ def question_form(tokenizer: tiktoken.Encoding) -> str:
     )
 
 
+def rendered_question(template: str) -> str:
+    """Return the form of a question that a template gives, without the token that begins every text. Raises ValueError
+    if the template is broken, or doesn't show the question once.
+
+    Source: apply_chat_template() of transformers, for the functions that a template may call."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+
+    def raise_exception(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = datetime.now().strftime
+    messages = [{"role": "user", "content": "{}"}]
+    try:
+        form = environment.from_string(template).render(
+            messages=messages, add_generation_prompt=True, bos_token="", eos_token=""
+        )
+    except (TemplateError, TypeError) as error:
+        raise ValueError(f"the model's chat template can't be used: {error}") from error
+    if form.count("{}") != 1:
+        raise ValueError(f"the model's chat template shows a question {form.count('{}')} times")
+    return form
+
+
 def encode_question(text: str, tokenizer: tiktoken.Encoding) -> list[int]:
     """Return the tokens of a question in the form that a model expects. Control tokens come only
     from the form: their names in the question are plain text. Raises ValueError as question_form()
     does."""
     ids = tokenizer.encode("", allowed_special="all")  # tokens that begin a text, if any
-    for piece in re.split(r"(<\|\w+\|>)", question_form(tokenizer)):
+    names = sorted(tokenizer.special_tokens_set, key=len, reverse=True)
+    for piece in re.split(f"({'|'.join(map(re.escape, names))})", question_form(tokenizer)):
         special = tokenizer.special_tokens_set.intersection([piece])
         ids += tokenizer.encode(
             piece.replace("{}", text), allowed_special=special, disallowed_special=()

@@ -78,6 +78,7 @@ class Tokenizer(tiktoken.Encoding):
     end_ids: the tokens that end a text, each of them alone.
     normal_form: the form of Unicode that a text is put into first, as Qwen's are into NFC; None:
     the text stays as it is. Special tokens do in any case.
+    chat_template: the form of a conversation, in Jinja; None if it isn't known.
     missing_bytes: bytes that have no token. encode() refuses characters that need one (SmolLM2's
     vocabulary lacks 21: rare control characters, and bytes that UTF-8 hardly uses).
     """
@@ -85,6 +86,7 @@ class Tokenizer(tiktoken.Encoding):
     start_ids: tuple[int, ...] = ()
     end_ids: tuple[int, ...] = ()
     normal_form: str | None = None
+    chat_template: str | None = None
     missing_bytes: frozenset[int] = frozenset()
 
     def normalized(self, text: str) -> str:

