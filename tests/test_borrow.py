@@ -1,5 +1,6 @@
-"""BORROW.md: its examples run on the files that it names and nothing else, and write what the model writes alone."""
+"""borrow/: its files run on what its README names and nothing else, and give the logits that the model gives alone."""
 
+import random
 import re
 import shutil
 import sys
@@ -11,85 +12,326 @@ import pytest
 import torch
 from torch import nn
 
+from borrow.check import check_logits
+from borrow.my_gpt import MyGPT
+from chapters.builder.blocks import BORROW, borrow_text
+from compress import CACHES
+from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
+from paged import PagedCache, Server
+from pair import Pair
 from recycle import prefilled_cache
+from speculate import DraftCounts, draft_from_text, speculate
 from support.fingerprints import fingerprint
 from support.store import Store
 from tests.helpers import ROOT, process
+from tests.test_equivalence import assert_close
 
-TEXT = (ROOT / "BORROW.md").read_text("utf-8")
-EXAMPLES = dict(re.findall(r"```python\n# (\S+)\n(.*?)```", TEXT, re.S))
+TEXT = BORROW.read_text("utf-8")
 FILES = {
     name: files.split() for name, files in re.findall(r"^\| (\w+) \|.*\| `(.*)` \|", TEXT, re.M)
 }
-SAME = """
-from concurrent.futures import ThreadPoolExecutor
-import torch
-from gpt_kv_cache import generate
-
-prompts = 2 * [[*range(20), i, 2 * i] for i in range(8)]
-
-def same(write):
-    with ThreadPoolExecutor(4) as pool:
-        written = [*pool.map(lambda ids: write(ids, 12), prompts)]
-    for ids, new in zip(prompts, written, strict=True):
-        assert new == [int(token) for token in generate(model, torch.tensor([ids]), 12)], ids
-"""
-CHECKS = {
-    "recycle": """same(answer)
-assert 20 < len(store.get(prompts[0])) == len(prompts[0]) - 1
-begin = lambda ids, n: [int(token) for token in generate(model, torch.tensor([ids]), n)]
-prompt = [*range(10, 50)] * 2
-text = prompt + begin(prompt, 100)
-assert answer(prompt, 100) == text[80:]  # past the context of 128
-assert answer(prompt, 0) == []
-for start in (0, 64):
-    assert answer(text[start : start + 100], 9) == begin(text[start : start + 100], 9)
-""",
-    "paged": "same(ask)",
-    "speculate": "same(lambda ids, n: write(ids, n)[0])\nsame(lambda ids, n: write(ids, n, draft_by_student)[0])",
+SIZES = {
+    "vocab_size": 50,
+    "max_position_embeddings": 128,
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
 }
-TRANSFORMERS = """
-import torch, transformers
-from adapter import Adapter
-from gpt_kv_cache import generate
 
-torch.manual_seed(0)
-config = transformers.{}Config(initializer_range=0.3, vocab_size=50, eos_token_id=None, {})
-plain, ids = transformers.{}(config).eval(), torch.arange(20)[None]
-own = plain.generate(ids, max_new_tokens=12, do_sample=False)[0, 20:]
-model = Adapter(plain).eval()
-assert own.tolist() == [int(token) for token in generate(model, ids, 12)]
-"""
-MODELS = {
-    "GPT-2": TRANSFORMERS.format(
-        "GPT2", "n_positions=128, n_layer=2, n_head=4, n_embd=32", "GPT2LMHeadModel"
-    ),
-    "Llama": TRANSFORMERS.format(
-        "Llama",
-        "max_position_embeddings=128, num_hidden_layers=2, num_attention_heads=4,"
-        " num_key_value_heads=2, hidden_size=32, intermediate_size=64",
-        "LlamaForCausalLM",
-    ),
+
+def tiny(kind: str, **changes: Any) -> Any:
+    """A random model of transformers. kind: the beginning of its class's name."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = SIZES | changes
+    if kind == "GPT2":
+        config = {"vocab_size": 50, "n_positions": 128, "n_layer": 2, "n_head": 4, "n_embd": 32}
+        config |= {"initializer_range": 0.3, "eos_token_id": None, "bos_token_id": None, **changes}
+    name = (
+        kind
+        if kind.endswith(("LM", "Model", "LMHeadModel", "Generation"))
+        else f"{kind}ForCausalLM"
+    )
+    model_class = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else name)
+    return model_class(model_class.config_class(**config)).eval()
+
+
+SERVED: dict[str, dict[str, Any]] = {
+    "GPT2": {},
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 12},
+    "Mistral": {"sliding_window": None},
 }
+
+
+def model_named(name: str) -> nn.Module:
+    if name == "MyGPT":
+        torch.manual_seed(0)
+        return MyGPT(GPTConfig(vocab_size=50, n_ctx=128, n_layer=2, n_head=2, n_embd=16)).eval()
+    pytest.importorskip("transformers")
+    from borrow.adapter import Adapter
+
+    return Adapter(tiny(name, **SERVED[name]))
+
+
+each_model = pytest.mark.parametrize("name", ["MyGPT", *SERVED])
+
+
+def test_the_page_quotes_the_files_as_they_are() -> None:
+    quoted = re.sub(r"(listing|output)\(.*?<!-- end -->", "", TEXT, flags=re.S)
+    assert borrow_text() == TEXT and "```python" in quoted
+    assert {*FILES} == {"recycle", "paged", "speculate", "compress"}
+
+
+@each_model
+@torch.no_grad()
+def test_logits_are_those_without_a_cache(name: str) -> None:
+    model, ids = model_named(name), torch.randint(50, (2, 60))
+    original = getattr(model, "model", model)
+    expected = original(ids) if name == "MyGPT" else original(ids, use_cache=False).logits
+    assert_close(model(ids, KVCache()), expected, torch.float32)
+    draw, cache = random.Random(0), KVCache()
+    for _ in range(30):  # pieces of any length, on caches that were cut back or copied
+        n = len(cache)
+        if n == ids.size(1) or draw.random() < 0.2:
+            cache.truncate(draw.randint(0, n))
+            cache = cache.clone()
+            continue
+        T = draw.choice([1, 2, draw.randint(1, ids.size(1) - n)])
+        got = model(ids[:, n : n + T], cache)
+        assert_close(got, expected[:, n : n + T], torch.float32)
+    check_logits(model)
+
+
+@each_model
+@torch.no_grad()
+def test_each_method_gives_the_logits_of_the_model_alone(name: str, tmp_path: Path) -> None:
+    model = model_named(name)
+    text = [*range(5, 25)] * 5 + [7]
+    exact = model(torch.tensor([text]))
+
+    store = Store(model, tmp_path)  # recycle
+    store.put(text[:-1], prefilled_cache(model, text[:-1]))
+    cache = store.get(text[:30] + text)
+    assert len(cache) == 30
+    cache = store.get(text)
+    got = model(torch.tensor([text[len(cache) :]]), cache)
+    assert_close(got, exact[:, -got.size(1) :], torch.float32)
+
+    new = [int(token) for token in generate(model, torch.tensor([text]), 12)]
+    whole = model(torch.tensor([text + new]))
+    logits = []
+    hook = model.register_forward_hook(lambda *call: logits.append(call[-1][0]))
+    server = Server(model, PagedCache(model, n_blocks=40, block_size=4), 128)  # paged
+    server.add(text, 12)
+    written = [token for _ in range(13) for _, token in server.step()]
+    assert written == new
+    last = torch.cat([rows[-1:] for rows in logits])[-12:]  # each pass's last token
+    assert_close(last, whole[0, len(text) - 1 : -1], torch.float32)
+
+    logits.clear()
+    counts = DraftCounts()  # speculate
+    pair = Pair(model, model, torch.tensor([text]))
+    assert [int(t) for t in speculate(pair, 12, 4, draft_from_text, counts)] == new
+    assert_close(logits[0][-1:], whole[0, len(text) - 1 :][:1], torch.float32)
+    hook.remove()
+
+    for kind in ("full", "preallocated", "bits:8"):  # compress
+        cache = CACHES[kind].new_cache(len(text) + 12)
+        pieces = [model(piece, cache) for piece in torch.tensor([text]).split(9, dim=1)]
+        difference = (torch.cat(pieces, 1) - exact).norm() / exact.norm()
+        assert difference < (0.03 if kind == "bits:8" else 1e-5)
+        assert (difference > 1e-6) == (kind == "bits:8")
+
+
+# --- What is refused ----------------------------------------------------------------------------------
+
+WINDOWED = ["full_attention", "sliding_attention"]
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "Mistral's window": ("Mistral", {"sliding_window": 16}, "sliding_window is 16, .* 128"),
+    "Mistral's default": (
+        "Mistral",
+        {"max_position_embeddings": 8192},
+        "sliding_window is 4096, and must be at least the context, 8192",
+    ),
+    "Qwen3's window": (
+        "Qwen3",
+        {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1},
+        "sliding_window is 16",
+    ),
+    "Gemma 2": ("Gemma2", {"sliding_window": 16, "head_dim": 8}, "sliding_window is 16, .* 128"),
+    "a softcap": (
+        "Gemma2",
+        {"sliding_window": 128, "head_dim": 8},
+        "attn_logit_softcapping is 50.0",
+    ),
+    "Gemma 3": (
+        "Gemma3",
+        {"sliding_window": 16, "layer_types": WINDOWED, "head_dim": 8},
+        "sliding_window is 16",
+    ),
+    "chunks": (
+        "Llama4",
+        {
+            "attention_chunk_size": 16,
+            "num_local_experts": 2,
+            "head_dim": 8,
+            "intermediate_size_mlp": 48,
+        },
+        "attention_chunk_size is 16, .* 128",
+    ),
+    "ALiBi": ("Bloom", {"n_head": 4, "n_layer": 2}, "ALiBi"),
+    "Falcon's ALiBi": ("Falcon", {"alibi": True}, "ALiBi"),
+    "an encoder": ("BertLMHeadModel", {}, "isn't causal"),
+    "no head": ("GPT2Model", {}, "GPT2Model has no output head"),
+    "keys of another size": (
+        "DeepseekV3",
+        {
+            "kv_lora_rank": 8,
+            "q_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 12,
+            "n_routed_experts": 2,
+            "first_k_dense_replace": 2,
+            "num_key_value_heads": 4,
+        },
+        "keys have 8 numbers and values 12",
+    ),
+    "no attention interface": ("Mpt", {"n_heads": 4, "n_layers": 2}, "ALiBi"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_cannot_be_served_is_refused_in_a_sentence_and_left_as_it_was(
+    name: str,
+) -> None:
+    kind, changes, said = REFUSED[name]
+    if name == "an encoder":
+        pytest.importorskip("transformers")
+    model = tiny(kind, **changes)
+    from borrow.adapter import Adapter
+
+    ids = torch.arange(30)[None]
+    outputs = [model(ids)[0].detach()]
+    usual = model.config._attn_implementation
+    with pytest.raises(ValueError, match=said) as error:
+        Adapter(model)
+    assert "\n" not in str(error.value)
+    assert model.config._attn_implementation == usual
+    assert torch.equal(model(ids)[0], outputs[0])
+
+
+def test_what_is_no_model_of_transformers_is_refused() -> None:
+    pytest.importorskip("transformers")
+    from borrow.adapter import Adapter
+
+    own = model_named("MyGPT")
+    with pytest.raises(ValueError, match="MyGPT is no model of transformers"):
+        Adapter(own)
+    served = Adapter(tiny("Llama"))
+    with pytest.raises(ValueError, match="Adapter is no model of transformers"):
+        Adapter(served)
+    with pytest.raises(ValueError, match="this LlamaForCausalLM has an adapter already"):
+        Adapter(served.model)
+
+
+def test_a_fault_that_no_field_names_is_found_by_the_first_check() -> None:
+    """A window that the configuration doesn't mention, beyond 500 tokens; and other scores."""
+    pytest.importorskip("transformers")
+    from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    from borrow.adapter import Adapter
+
+    def windowed(
+        module: nn.Module, q: Any, k: Any, v: Any, mask: Any, scaling: Any = None, **_: Any
+    ):
+        i = torch.arange(q.size(2))
+        seen = (i <= i[:, None]) & (i > i[:, None] - 500)
+        y = nn.functional.scaled_dot_product_attention(
+            q, k, v, seen, scale=scaling, enable_gqa=True
+        )
+        return y.transpose(1, 2), None
+
+    AttentionInterface.register("windowed", windowed)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("windowed", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model = tiny("Llama", max_position_embeddings=1024)
+    model.set_attn_implementation("windowed")
+    with pytest.raises(
+        ValueError, match="LlamaForCausalLM can't be served: with a cache, logits differ"
+    ):
+        Adapter(model)
+    assert model.config._attn_implementation == "windowed"
+
+
+@pytest.mark.parametrize("usual", ["sdpa", "eager"])
+def test_the_models_own_generate_goes_on_to_work(usual: str) -> None:
+    pytest.importorskip("transformers")
+    from borrow.adapter import Adapter
+
+    model = tiny("Qwen3", head_dim=12)
+    model.set_attn_implementation(usual)
+    ids = torch.randint(1, 50, (2, 20))
+    padding = torch.ones_like(ids)
+    padding[0, :7] = 0  # a shorter text, padded on the left
+    options = {"attention_mask": padding, "max_new_tokens": 20, "do_sample": False}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    before = model.generate(ids, **options)
+    adapter = Adapter(model)
+    adapter(ids, KVCache())
+    after = model.generate(ids, **options)
+    assert torch.equal(before.sequences, after.sequences)
+    assert torch.equal(torch.stack(before.logits), torch.stack(after.logits))
+
+
+class Forgetful(MyGPT):
+    """Its forward ends without commit(), as if the line had been left out."""
+
+    def forward(self, ids: Any, cache: Any = None, last_only: bool = False) -> Any:
+        if cache is not None:
+            cache.commit = lambda pos: None
+        return super().forward(ids, cache, last_only)
+
+
+def test_a_check_says_what_is_wrong_with_a_model() -> None:
+    config = GPTConfig(vocab_size=50, n_ctx=128, n_layer=2, n_head=2, n_embd=16)
+    with pytest.raises(
+        ValueError, match=r"after 0 tokens and 125 more the cache counts 0: .*commit"
+    ):
+        check_logits(Forgetful(config).eval())
+    model = model_named("MyGPT")
+    check_logits(model, torch.arange(4)[None])
+    with pytest.raises(ValueError, match=r"at least 4 tokens, got \(1, 3\)"):
+        check_logits(model, torch.arange(3)[None])
+    model.train()
+    for attn in model.attn:
+        attn.register_forward_hook(lambda module, args, out: nn.functional.dropout(out, 0.1))
+    with pytest.raises(ValueError, match="logits differ from those without one by 0"):
+        check_logits(model)
+    check_logits(GPT(GPTConfig(vocab_size=50, n_ctx=64, n_layer=2, n_head=2, n_embd=16)).bfloat16())
+
+
+# --- Stores of models of transformers -----------------------------------------------------------------
 
 
 def test_models_of_transformers_that_compute_other_keys_of_equal_weights_have_other_folders(
     tmp_path: Path,
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    listing: dict[str, Any] = {}
-    exec(EXAMPLES["adapter.py"], listing)
+    from borrow.adapter import Adapter
 
     def adapter(change: Callable[[nn.Module], object] = id, **options: object) -> nn.Module:
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            vocab_size=50, max_position_embeddings=64, num_hidden_layers=2, hidden_size=16,
-            intermediate_size=8, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.3,
-            **options,
-        )  # fmt: skip
-        model = transformers.LlamaForCausalLM(config)
+        model = tiny("Llama", max_position_embeddings=64, **options)
         change(model)
-        return listing["Adapter"](model).eval()
+        return Adapter(model)
 
     def scaled(**options: object) -> dict[str, object]:
         return {"rope_parameters": {"rope_theta": 1e4, **options}}
@@ -115,27 +357,94 @@ def test_models_of_transformers_that_compute_other_keys_of_equal_weights_have_ot
     assert len(folders) == len(models)
     models[0].model.save_pretrained(tmp_path / "saved")
     saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved")
-    again = [Store(listing["Adapter"](saved).eval(), tmp_path).get(ids)]
+    again = [Store(Adapter(saved), tmp_path).get(ids)]
     again.append(Store(adapter(), tmp_path).get(ids))
     assert len(again[1]) == 19
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["ours", *MODELS])
-@pytest.mark.parametrize("method", FILES)
-def test_an_example_writes_what_the_model_writes_alone(
-    tmp_path: Path, method: str, model: str
-) -> None:
-    """The page's own model, and one of transformers in its place."""
-    examples = dict(EXAMPLES)
-    if model in MODELS:
-        pytest.importorskip("transformers")
-        examples["my_gpt.py"] = MODELS[model]
+# --- The files, alone in a folder ---------------------------------------------------------------------
+
+SAME = """
+from concurrent.futures import ThreadPoolExecutor
+import torch
+from gpt_kv_cache import generate
+
+prompts = 2 * [[*range(20), i, 2 * i] for i in range(8)]
+
+def same(write):
+    with ThreadPoolExecutor(4) as pool:
+        written = [*pool.map(lambda ids: write(ids, 12), prompts)]
+    for ids, new in zip(prompts, written, strict=True):
+        assert new == [int(token) for token in generate(model, torch.tensor([ids]), 12)], ids
+"""
+CHECKS = {
+    "recycle": """same(write)
+assert 20 < len(store.get(prompts[0])) == len(prompts[0]) - 1
+begin = lambda ids, n: [int(token) for token in generate(model, torch.tensor([ids]), n)]
+prompt = [*range(10, 50)] * 2
+text = prompt + begin(prompt, 100)
+assert write(prompt, 100) == text[80:]  # past the context of 128
+assert write(prompt, 0) == []
+for start in (0, 64):
+    assert write(text[start : start + 100], 9) == begin(text[start : start + 100], 9)
+""",
+    "paged": """same(write)
+assert write([1, 2, 3], 0) == []
+whole = write([1, 2, 3], 12)
+stop = next(token for token in whole[2:])
+assert write([1, 2, 3], 12, [stop]) == whole[: whole.index(stop) + 1]
+kept = model.wte.weight.data.clone()
+model.wte.weight.data.mul_(float("nan"))
+try:
+    write([1, 2, 3], 12)
+except ValueError as error:
+    assert "finite" in str(error)
+else:
+    raise AssertionError("an error is lost")
+model.wte.weight.data.copy_(kept)
+assert write([1, 2, 3], 12) == whole and not server.busy
+""",
+    "speculate": "same(lambda ids, n: write(ids, n)[0])\nsame(lambda ids, n: write(ids, n, draft_by_student)[0])",
+    "compress": """same(lambda ids, n: write(ids, n, "full")[0])
+full, half = write(prompts[0], 12, "full")[1], write(prompts[0], 12, "window:half")[1]
+assert half < 0.6 * full and distance(prompts[0], "preallocated") == 0
+assert distance(prompts[0], "bits:2") > distance(prompts[0], "bits:8") > 0
+""",
+}
+OTHER_MODELS = {
+    "GPT-2": "transformers.GPT2LMHeadModel(transformers.GPT2Config(initializer_range=0.3, vocab_size=50, "
+    "n_positions=128, n_layer=2, n_head=4, n_embd=32))",
+    "Llama": "transformers.LlamaForCausalLM(transformers.LlamaConfig(initializer_range=0.3, vocab_size=50, "
+    "max_position_embeddings=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, "
+    "hidden_size=32, intermediate_size=64))",
+}
+
+
+def copied(method: str, folder: Path) -> None:
     for name in FILES[method]:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, tmp_path / name)
-    for name, code in examples.items():
-        (tmp_path / name).write_text(code, "utf-8")
-    code = f"{examples[f'use_{method}.py']}{SAME}{CHECKS[method]}\n"
+        copy(ROOT / name, folder / name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", CHECKS)
+@pytest.mark.parametrize("model", ["MyGPT", *OTHER_MODELS])
+def test_a_file_writes_what_the_model_writes_alone(tmp_path: Path, method: str, model: str) -> None:
+    """The page's own model, and one of transformers in its place."""
+    copied(method, tmp_path)
+    if model != "MyGPT":
+        pytest.importorskip("transformers")
+        line = f"model = Adapter({OTHER_MODELS[model]}.eval())\n"
+        own = (tmp_path / "borrow" / "my_gpt.py").read_text("utf-8").rpartition("model = ")[0]
+        head = "import transformers\nfrom borrow.adapter import Adapter\n"
+        (tmp_path / "borrow" / "my_gpt.py").write_text(f"{own}{head}{line}", "utf-8")
+    code = f"from borrow.use_{method} import *\n{SAME}{CHECKS[method]}\n"
     ran = process(sys.executable, "-c", code, folder=tmp_path)
     assert ran.code == 0, ran.err
+
+
+@pytest.mark.parametrize("method", CHECKS)
+def test_a_bare_run_needs_only_the_files_that_are_named(tmp_path: Path, method: str) -> None:
+    copied(method, tmp_path)
+    ran = process(sys.executable, "-m", f"borrow.use_{method}", folder=tmp_path)
+    assert ran.code == 0 and ran.err == "" and ran.out.count("\n") >= 1, ran.err

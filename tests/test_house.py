@@ -21,6 +21,7 @@ FLOORS = [
     ["load_gpt2_weights"],
     ["pocket"],
     METHODS,
+    ["borrow"],
     ["demos"],
     ["studies", "benchmarks"],
     ["chapters"],

@@ -16,7 +16,7 @@ from tests.test_diff import hunks
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-ROOMS = ("chapters", "studies", "benchmarks", "pocket")
+ROOMS = ("borrow", "chapters", "studies", "benchmarks", "pocket")
 FOUND = [*ROOT.glob("*.md"), *(path for room in ROOMS for path in ROOT.glob(f"{room}/**/*.md"))]
 TEXTS = {path: path.read_text(encoding="utf-8") for path in FOUND}
 

@@ -1,8 +1,9 @@
 """Bring the chapters up to date: their code, diffs, outputs, tables and numbers come from the files they are about.
 
 `python3 -m chapters.builder` rewrites the blocks between the marks of the chapters' README.md files (blocks.py says
-which marks there are), their pictures, and the pages made of them: an index.html of each, and those of `side_by_side/`.
-The notebook of the two-hour course is made of them too (notebook.py), unless it has a student's work in it.
+which marks there are) and of borrow/README.md, the chapters' pictures, and the pages made of them: an index.html of
+each, and those of `side_by_side/`. The notebook of the two-hour course is made of them too (notebook.py), unless it has
+a student's work in it.
 `--check` writes nothing, and fails if anything is stale. With `--stubs` every exercise.py is written anew too (or
 checked), from the solution.py beside it, whatever a student wrote there.
 """
@@ -15,8 +16,10 @@ from pathlib import Path
 
 from chapters.builder import front, notebook, pages, side_by_side
 from chapters.builder.blocks import (
+    BORROW,
     CHAPTERS,
     ROOT,
+    borrow_text,
     chapter_folders,
     chapter_pictures,
     chapter_text,
@@ -61,6 +64,7 @@ def build_files(numbers: list[int]) -> dict[Path, str]:
         for name, draw in chapter_pictures(chapter).items():
             files[chapter / f"{name}.svg"] = draw()
     if not numbers:
+        files[BORROW] = borrow_text()
         files |= side_by_side.comparison_pages(texts) | {
             CHAPTERS / "front.svg": front.front_picture()
         }

@@ -7,6 +7,7 @@
   picture(name)                    PICTURES[name] of the chapter's pictures.py, an SVG file and its alternative text
 
 and what studies/pages.py gives: figure("study", "way"), benchmark("summary"), record("file.json"), claims, replay, ...
+In borrow/README.md, listing(name) stands for a whole file of that folder.
 
 A chapter's words on a hunk, the paragraph after it, are also those in the margin of the page that shows both files side
 by side; where a hunk isn't shown, <!-- about(old, new, number, last) --> stands before them. Words in
@@ -32,6 +33,7 @@ from support.files import import_file, read_text
 
 CHAPTERS = Path(__file__).resolve().parent.parent
 ROOT = CHAPTERS.parent
+BORROW = ROOT / "borrow" / "README.md"
 
 
 def chapter_folders(numbers: list[int]) -> list[Path]:
@@ -176,6 +178,18 @@ def picture(chapter: Path, name: str) -> str:
 def title_of(text: str) -> str:
     """Return the title of a text, its first line."""
     return text.partition("\n")[0].removeprefix("# ")
+
+
+def listing(name: str) -> str:
+    """Return a whole file of borrow/, as a block."""
+    return fenced("python", read_newest(f"borrow/{name}").rstrip(), f"[{name}]({name})")
+
+
+def borrow_text() -> str:
+    """Return borrow/README.md as it should be. Raises ValueError, which names the mark, if one fails."""
+    from studies import pages
+
+    return filled(BORROW, pages.NAMES | {"listing": listing, "output": output})
 
 
 def chapter_text(readme: Path) -> str:

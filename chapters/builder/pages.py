@@ -17,7 +17,7 @@ from support.blocks import environment
 
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 TEMPLATES = environment(Path(__file__).parent)
-MARK = re.compile(r'<span class="c1">(# (?:NEW|RING|BCT|ROPE|GQA|RMS|SWIGLU|LLAMA)\b)')
+MARK = re.compile(r'<span class="c1">(# (?:NEW|RING|BCT|ROPE|GQA|RMS|SWIGLU|QKNORM|LLAMA)\b)')
 PLAIN = re.compile(r'<span class="(?:[opw]|n[bden]?|vm)">(.*?)</span>')  # names, operators, spaces
 KINDS = {
     "diff": {"+": "new", "-": "old"},
