@@ -215,8 +215,8 @@ class Attention(nn.Module):
         self.c_attn = Conv1D(config.n_embd, sum(self.heads) * config.head_dim)  # GQA
         self.c_proj = Conv1D(config.n_head * config.head_dim, config.n_embd)
         if config.qkv_bias:  # LLAMA
-            self.c_attn.bias = nn.Parameter(self.c_attn.weight.new_empty(  # LLAMA
-                self.c_attn.weight.size(1)))  # LLAMA
+            n_out = sum(self.heads) * config.head_dim  # LLAMA
+            self.c_attn.bias = nn.Parameter(torch.empty(n_out))  # LLAMA
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the queries, keys and values (B, H, T, D) of x (B, T, C)."""
