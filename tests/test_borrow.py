@@ -87,7 +87,7 @@ each_model = pytest.mark.parametrize("name", ["MyGPT", *SERVED])
 def test_the_page_quotes_the_files_as_they_are() -> None:
     quoted = re.sub(r"(listing|output)\(.*?<!-- end -->", "", TEXT, flags=re.S)
     assert borrow_text() == TEXT and "```python" in quoted
-    assert {*FILES} == {"recycle", "paged", "speculate", "compress"}
+    assert {*FILES} == {"recycle", "paged", "speculate", "compress", "generate"}
 
 
 @each_model
