@@ -140,6 +140,19 @@ def test_a_pass_that_fails_changes_nothing() -> None:
     assert_close(got, expected[:, 10:], torch.float32)
 
 
+def test_the_bytes_of_the_table_are_those_of_all_tensors() -> None:
+    from borrow.transformers_table import OURS, held_bytes
+
+    model = tiny("Llama")
+    cache = transformers.DynamicCache()
+    model(torch.randint(50, (3, 20)), **{argument_of(model): cache})
+    assert held_bytes(cache.layers) == 2 * 2 * 3 * 2 * 20 * 8 * 4  # L, kv, B, H, T, D, float32
+    assert held_bytes(({"a": torch.ones(3)}, [torch.ones(2)], 5, "x")) == 20
+    ours = OURS["KVCache()"]()
+    model(torch.randint(50, (3, 20)), **{argument_of(model): TransformersCache(ours, model)})
+    assert ours.nbytes == held_bytes(cache.layers)
+
+
 # --- What is refused ----------------------------------------------------------------------------------
 
 

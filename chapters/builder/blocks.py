@@ -187,9 +187,11 @@ def listing(name: str) -> str:
 
 def borrow_text() -> str:
     """Return borrow/README.md as it should be. Raises ValueError, which names the mark, if one fails."""
+    from borrow.transformers_table import transformers_table
     from studies import pages
 
-    return filled(BORROW, pages.NAMES | {"listing": listing, "output": output})
+    functions = {"listing": listing, "output": output, "transformers_table": transformers_table}
+    return filled(BORROW, pages.NAMES | functions)
 
 
 def chapter_text(readme: Path) -> str:
