@@ -8,6 +8,7 @@ Shapes: B batch, T tokens fed, S tokens attended to, H heads, D head size.
 Source: transformers.cache_utils (CacheLayerMixin) and transformers.AttentionInterface, version 5.24.
 """
 
+import copy
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -180,7 +181,7 @@ class TransformersCache(Cache):
                 f"all {len(types)} layers have a window of {window}, below the context of "
                 f"{config.max_position_embeddings}: no layer is left for a cache of ours"
             )
-        self.ours, self.pos = cache, torch.empty(0)
+        self.model, self.ours, self.pos = model, cache, torch.empty(0)
         self.order = {layer: i for i, layer in enumerate(full)}  # of the model: of our cache
         self.modules = [
             m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int)
@@ -195,6 +196,14 @@ class TransformersCache(Cache):
         if not config._attn_implementation.startswith(PREFIX):
             check_and_install(model)
         self.name = config._attn_implementation
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TransformersCache":
+        """Return a copy for the same model."""
+        other = TransformersCache(self.ours.clone(), self.model)
+        for i, layer in enumerate(self.layers):
+            if i not in self.order:
+                other.layers[i] = copy.deepcopy(layer, memo)
+        return other
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values (B, H, S, D) of a layer, new ones (B, H, T, D) included. Raises ValueError if

@@ -39,7 +39,7 @@ WEIGHTLESS = {
 # Tokens of each room when somebody last looked. A commit that needs more than a twentieth above
 # raises its room's record, or records a new room, in one line.
 RECORDS = {
-    "tests": 100676,
+    "tests": 103000,
     "chapters' exercises": 77400,
     "studies": 32727,
     "pocket": 18155,
@@ -52,7 +52,7 @@ RECORDS = {
     "paged.py": 3728,
     "overfill.py": 3454,
     "recycle.py": 3416,
-    "borrow": 5200,
+    "borrow": 5650,
     "demos": 2907,
     "compress.py": 2778,
     "speculate.py": 2503,
