@@ -124,7 +124,7 @@ def test_a_field_that_is_not_as_it_was_makes_the_librarys_tokens_or_is_refused(
     ("place", "value", "said"),
     [
         (["truncation"], {"max_length": 4}, "truncation is {'max_length': 4}, and only None"),
-        (["normalizer"], {"type": "NFKC"}, "normalizer is {'type': 'NFC'}"),
+        (["normalizer"], {"type": "NFKC"}, "type is 'NFKC', and only NFC"),
         (["model", "type"], "WordPiece", "type is 'WordPiece', and only BPE"),
         (["model", "end_of_word_suffix"], "</w>", "end_of_word_suffix is '</w>'"),
         (["model", "continuing_subword_prefix"], "##", "continuing_subword_prefix is '##'"),
