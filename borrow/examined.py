@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from compress import QuantizedCache
-from gpt_bounded_cache import PreallocatedCache, SlidingWindowCache
+from gpt_bounded_cache import BCT, BCTConfig, PreallocatedCache, SlidingWindowCache
 from gpt_kv_cache import GPT, GPTConfig, KVCache
 from llama_kv_cache import Llama, LlamaConfig
 from support.files import import_file
@@ -91,7 +91,10 @@ class Subject:
 
     def truncate(self, cache: Any, n: int) -> None:
         self.needs(cache, "truncate")
-        cache.truncate(n)
+        try:
+            cache.truncate(n)
+        except ValueError as error:  # a refusal, as of what has been evicted
+            raise NotOffered(str(error)) from error
 
     def clone(self, cache: Any) -> Any:
         self.needs(cache, "clone")
@@ -142,12 +145,19 @@ class TransformersSubject(Subject):
         return self.model(ids, **self.argument(cache)).logits
 
     def new(self) -> Any:
-        return self.make(self.model)
+        cache = self.make(self.model)
+        if hasattr(cache, "activate_past_recording"):  # without it, a window can't be cut back
+            cache.activate_past_recording()
+        return cache
 
     def read(self, cache: Any, ids: Tensor) -> Tensor:
         return self.model(ids, **self.argument(cache)).logits
 
     def read_padded(self, cache: Any, ids: Tensor, padding: Tensor) -> Tensor:
+        if hasattr(cache, "ours") and self.window is not None:
+            raise NotOffered(
+                "rows of different lengths would forget different tokens: they are refused"
+            )
         positions = (padding.cumsum(-1) - 1).clamp(min=0)[:, -ids.size(1) :]
         options = {"attention_mask": padding, "position_ids": positions}
         return self.model(ids, **options, **self.argument(cache)).logits
@@ -157,12 +167,15 @@ class TransformersSubject(Subject):
 
     def truncate(self, cache: Any, n: int) -> None:
         for layer in cache.layers:
-            if not hasattr(layer, "crop"):
+            if not getattr(layer, "is_croppable", hasattr(layer, "crop")):
                 raise NotOffered(f"a {type(layer).__name__} has no crop()")
         cache.crop(n - self.length(cache))
 
     def clone(self, cache: Any) -> Any:
-        return copy.deepcopy(cache)
+        try:
+            return copy.deepcopy(cache)
+        except RuntimeError as error:
+            raise NotOffered("copy.deepcopy() refuses what it holds") from error
 
     def nbytes(self, cache: Any) -> int:
         from borrow.transformers_table import held_bytes
@@ -187,8 +200,11 @@ class FromScratchSubject(Subject):
         self.n_layer, self.window, self.sinks = config["n_layers"], None, 0
 
     def whole(self, ids: Tensor) -> Tensor:
-        self.model.current_pos = 0
-        return self.model(ids)
+        position, self.model.current_pos = self.model.current_pos, 0
+        try:
+            return self.model(ids)
+        finally:
+            self.model.current_pos = position
 
     def new(self) -> Any:
         self.model.current_pos = (
@@ -321,6 +337,10 @@ SUBJECTS: dict[str, tuple[str, Callable[[], Subject]]] = {
     "sinks": (
         f"`SlidingWindowCache({WINDOW}, {SINKS})`",
         lambda: Subject(small_gpt(), lambda: SlidingWindowCache(WINDOW, SINKS), WINDOW, SINKS),
+    ),
+    "bct": (
+        "`gpt_bounded_cache.py`, `BCT`",
+        lambda: Subject(randomized(BCT(BCTConfig(**TINY, slots=4, recent=3)))),
     ),
     "quantized": (
         "`QuantizedCache(4)`, approximate",

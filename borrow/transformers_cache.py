@@ -75,6 +75,7 @@ def check_and_install(model: PreTrainedModel) -> None:
     config = model.config.get_text_config(decoder=True)
     usual, training = config._attn_implementation, [m for m in model.modules() if m.training]
     eager = getattr(sys.modules[type(model).__module__], "eager_attention_forward", None)
+    hook = model.register_forward_hook(end_pass, with_kwargs=True, always_call=True)
     name = f"{PREFIX}{config.model_type}_{usual}"
     AttentionInterface.register(name, partial(attend, usual=AttentionInterface().get(usual, eager)))
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[usual])
@@ -93,11 +94,19 @@ def check_and_install(model: PreTrainedModel) -> None:
             )
     except Exception as error:
         model.set_attn_implementation(usual)
+        hook.remove()
         reason = " ".join(str(error).split())
         raise ValueError(f"{type(model).__name__} can't be served: {reason}") from error
     finally:
         for module in training:
             module.training = True
+
+
+def end_pass(model: nn.Module, args: Any, options: dict[str, Any], output: Any) -> None:
+    """Commit what a pass has read. output: None if it failed."""
+    for name in ("cache", "past_key_values"):
+        if isinstance(cache := options.get(name), TransformersCache):
+            cache.end_pass(failed=output is None)
 
 
 def argument_of(model: PreTrainedModel) -> str:
@@ -154,7 +163,7 @@ class Layer(CacheLayerMixin):
 class TransformersCache(Cache):
     """A cache of ours, such as KVCache() or QuantizedCache(4), for one text or batch of a model of transformers.
 
-    The tokens of a pass count once the last layer of ours has attended: if what follows that layer fails, they stay.
+    The tokens of a pass count once the model has returned: one that fails changes nothing, in layers of ours.
     A model's attention is replaced at its first cache, after a pass of 6 tokens has shown that logits stay what they
     were; with other caches it goes on as before. Raises ValueError if the model or the cache can't be served.
     """
@@ -187,6 +196,7 @@ class TransformersCache(Cache):
             m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int)
         ]
         self.last_attended = -1  # of our layers, in this pass
+        self.ended = True
         super().__init__(
             [
                 Layer(self, i) if kind == "full_attention" else DynamicSlidingWindowLayer(window)
@@ -210,7 +220,12 @@ class TransformersCache(Cache):
         another attention than ours would take them."""
         index = self.order[layer]
         if index == 0:
+            if not self.ended and self.last_attended == len(self.order) - 1:
+                raise ValueError(
+                    "no pass before was committed: call the model itself, with the cache by its name"
+                )
             self.check_attention()
+            self.ended = False
             self.pos, self.last_attended = self.ours.positions(k.size(2)).to(k.device), -1
         if self.last_attended != index - 1:
             raise ValueError(
@@ -235,10 +250,13 @@ class TransformersCache(Cache):
                 )
 
     def attended(self, module: nn.Module, index: int) -> None:
-        """Note that a layer has attended; the last one commits the pass. Raises ValueError if the layer is another
-        model's."""
+        """Note that a layer has attended. Raises ValueError if it is another model's."""
         if not any(module is each for each in self.modules):
             raise ValueError("this cache was made for another model: make one for each")
-        if self.last_attended < index == len(self.order) - 1:
-            self.ours.commit(self.pos)
         self.last_attended = index
+
+    def end_pass(self, failed: bool) -> None:
+        """Count the tokens of a pass as read, unless it failed."""
+        if not self.ended and not failed:
+            self.ours.commit(self.pos)
+        self.ended = True

@@ -22,6 +22,7 @@ FLOORS = [
     ["pocket"],
     METHODS,
     ["borrow"],
+    ["examine"],
     ["demos"],
     ["studies", "benchmarks"],
     ["chapters"],

@@ -130,7 +130,8 @@ def test_a_pass_that_fails_changes_nothing() -> None:
     argument = {argument_of(model): TransformersCache(ours, model)}
     with torch.no_grad():
         model(ids[:, :10], **argument)
-        for place in (model.model.layers[0].mlp, model.model.layers[1].self_attn.q_proj):
+        first, last = model.model.layers
+        for place in (first.mlp, last.self_attn.q_proj, last.mlp, model.lm_head):
             hook = place.register_forward_hook(lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 model(ids[:, 10:15] + 1, **argument)
@@ -235,6 +236,15 @@ def test_what_cannot_be_served_is_refused_and_left_as_it_was(
     with pytest.raises(ValueError, match=said) as error:
         TransformersCache(cache, model)
     assert "\n" not in str(error.value) and model.config._attn_implementation == usual
+
+
+def test_a_call_of_an_inner_model_is_noticed() -> None:
+    """It doesn't say that a pass has ended."""
+    model, ids = tiny("Llama"), torch.randint(1, 50, (1, 20))
+    cache = TransformersCache(KVCache(), model)
+    model.model(ids, **{argument_of(model): cache})
+    with pytest.raises(ValueError, match="call the model itself"):
+        model(ids, **{argument_of(model): cache})
 
 
 def test_beams_and_another_models_cache_are_refused() -> None:
