@@ -342,6 +342,22 @@ def evicted(subject: Subject, n: int) -> bool:
     return subject.window is not None and n > subject.window + subject.sinks
 
 
+@check("a pass that fails, then a cut", "llama.cpp#27068, einygpt#2")
+def _(subject: Subject, comparison: Comparison) -> None:
+    """On a cache of any length, also on a window that has just been filled."""
+    ids = random_ids(subject)
+    other, limit = (ids + 1) % subject.vocab_size, (subject.window or 9) + subject.sinks
+    for n in (limit - 1, limit, limit + 1):
+        for size in (1, 4):
+            cache = filled(subject, ids[:, :n])
+            interrupted(subject, cache, other[:, n : n + size], at_end=True)
+            with contextlib.suppress(NotOffered):
+                subject.truncate(cache, n - 2)
+                read_pieces(subject, comparison, ids[:, : n + 6], [1, 4, 3], cache)
+    if comparison.largest < 0:
+        raise NotOffered("no cache of this kind is cut back")
+
+
 @check("another ending of the same text", "llama.cpp#9866, mlc-llm#3179")
 def _(subject: Subject, comparison: Comparison) -> None:
     ids = random_ids(subject, n=min(20, subject.context - 2, subject.window or 20))
@@ -411,21 +427,35 @@ def _(subject: Subject, comparison: Comparison) -> None:
     """What is too long is refused, and what was read before stays."""
     if subject.context > LONGEST_CONTEXT:
         raise NotOffered(f"a context of {subject.context:,} tokens takes too long to fill")
-    ids = random_ids(subject, 1, subject.context + 3)
-    cache = filled(subject, ids[:, : subject.context - 4])
+    ids = random_ids(subject, 1, int(subject.context) + 3)
+    for n, size in ((subject.context - 4, 7), (subject.context, 1)):
+        for copied in (False, True):
+            cache = filled(subject, ids[:, :n])
+            with contextlib.suppress(NotOffered):
+                cache = subject.clone(cache) if copied else cache
+            read_too_much(subject, comparison, cache, ids[:, : n + size], size)
+
+
+def read_too_much(
+    subject: Subject, comparison: Comparison, cache: Any, ids: Tensor, size: int
+) -> None:
+    """Read the last `size` tokens of ids (1, T), which exceed the context. What a model reads without a cache may be
+    read, and anything else has to be refused, and the text to go on."""
+    n = ids.size(1) - size
     try:
-        got = subject.read(cache, ids[:, subject.context - 4 :])
+        got = subject.read(cache, ids[:, n:])
     except Exception:  # any refusal will do
-        whole = ids[:, : subject.context]
-        read_pieces(subject, comparison, whole, [3, 1], cache)
+        if n < subject.context:
+            read_pieces(subject, comparison, ids[:, : subject.context], [3, 1], cache)
+        comparison.largest = max(comparison.largest, 0.0)
         return
     try:
         expected = subject.whole(ids)
     except Exception as error:
         raise WrongError(
-            "the model refuses what is longer than its context, and with a cache it doesn't"
+            "without a cache what exceeds the context is refused, and with it isn't"
         ) from error
-    comparison.add(got, expected[:, subject.context - 4 :], subject.context - 4)
+    comparison.add(got, expected[:, n:], n)
 
 
 @check("tokens are counted", "transformers#38156, transformers#30377")

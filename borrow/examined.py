@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, V vocabulary.
 
 import copy
 import importlib
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress import QuantizedCache
+from compress import QuantizedCache, SmallNormCache
 from gpt_bounded_cache import BCT, BCTConfig, PreallocatedCache, SlidingWindowCache
 from gpt_kv_cache import GPT, GPTConfig, KVCache
 from llama_kv_cache import Llama, LlamaConfig
@@ -56,7 +57,7 @@ class Subject:
     """A model with a cache of our protocol. Others are subclasses.
 
     window, sinks: what the cache shows of a text; None: all of it. exact: whether it has to compute what the model
-    computes without a cache.
+    computes without a cache. capacity: tokens that the cache has room for.
     """
 
     def __init__(
@@ -65,10 +66,11 @@ class Subject:
         new_cache: Callable[[], Any] | None = None,
         window: int | None = None,
         sinks: int = 0,
+        capacity: float = math.inf,
     ) -> None:
         self.model, self.window, self.sinks = model, window, sinks
         self.new_cache = new_cache or getattr(model, "new_cache", KVCache)
-        self.vocab_size, self.context = model.config.vocab_size, model.context
+        self.vocab_size, self.context = model.config.vocab_size, min(model.context, capacity)
 
     def whole(self, ids: Tensor) -> Tensor:
         """Return the logits (B, T, V) of ids (B, T) in one pass without a cache."""
@@ -169,7 +171,10 @@ class TransformersSubject(Subject):
         for layer in cache.layers:
             if not getattr(layer, "is_croppable", hasattr(layer, "crop")):
                 raise NotOffered(f"a {type(layer).__name__} has no crop()")
-        cache.crop(n - self.length(cache))
+        try:
+            cache.crop(n - self.length(cache))
+        except ValueError as error:
+            raise NotOffered(str(error)) from error
 
     def clone(self, cache: Any) -> Any:
         try:
@@ -327,8 +332,8 @@ SUBJECTS: dict[str, tuple[str, Callable[[], Subject]]] = {
     "gpt": ("`gpt_kv_cache.py`, `KVCache`", lambda: Subject(small_gpt())),
     "llama": ("`llama_kv_cache.py`, `KVCache`", lambda: Subject(small_llama())),
     "preallocated": (
-        "`PreallocatedCache(64)`",
-        lambda: Subject(small_gpt(), lambda: PreallocatedCache(64)),
+        "`PreallocatedCache(48)`",
+        lambda: Subject(small_gpt(), lambda: PreallocatedCache(48), capacity=48),
     ),
     "window": (
         f"`SlidingWindowCache({WINDOW})`",
@@ -341,6 +346,14 @@ SUBJECTS: dict[str, tuple[str, Callable[[], Subject]]] = {
     "bct": (
         "`gpt_bounded_cache.py`, `BCT`",
         lambda: Subject(randomized(BCT(BCTConfig(**TINY, slots=4, recent=3)))),
+    ),
+    "unrounded": (
+        "`QuantizedCache(32)`",
+        lambda: Subject(small_gpt(), lambda: QuantizedCache(32, 8, 8)),
+    ),
+    "norms": (
+        "`SmallNormCache(64)`, which keeps all",
+        lambda: Subject(small_gpt(), lambda: SmallNormCache(64, 4)),
     ),
     "quantized": (
         "`QuantizedCache(4)`, approximate",

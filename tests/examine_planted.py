@@ -24,7 +24,7 @@ SUBJECTS = {  # of borrow/examined.py, by the module that is changed
     "gpt_kv_cache": ["gpt"],
     "gpt_bounded_cache": ["preallocated", "window", "sinks", "bct"],
     "llama_kv_cache": ["llama"],
-    "compress": ["quantized"],
+    "compress": ["unrounded", "norms", "quantized"],
 }
 
 

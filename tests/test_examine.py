@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,12 @@ from borrow.examined import (
 )
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import KVCache
-from tests.examine_planted import RESULT, found_by
-from tests.helpers import ROOT, refused, run
+from tests.examine_planted import FOLDER, RESULT
+from tests.examine_planted import SUBJECTS as EXAMINED
+from tests.helpers import ROOT, process, refused, run
 from tests.planted import read_folder
 
-OURS = ["gpt", "llama", "preallocated", "window", "sinks", "bct"]
+OURS = ["gpt", "llama", "preallocated", "window", "sinks", "bct", "unrounded", "norms"]
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -33,7 +35,11 @@ def test_right_caches_pass_every_check(name: str) -> None:
     findings = [*examine.examine(SUBJECTS[name][1]())]
     assert [finding for finding in findings if finding.verdict == "WRONG"] == []
     assert sum(finding.verdict == "right" for finding in findings) >= 13
-    assert len(findings) == len(examine.CHECKS) == 24
+    assert len(findings) == len(examine.CHECKS) == 25
+    verdicts = [finding.verdict for finding in findings]
+    counts = [f"{verdicts.count(verdict)} |" for verdict in ("right", "WRONG", "not offered")]
+    row = f"{' '.join(counts)} `python3 examine.py --subject {name}` |"
+    assert row in (ROOT / "borrow" / "EXAMINED.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("name", ["transformers-ours", "transformers-ours-window"])
@@ -143,6 +149,7 @@ WRONG: dict[str, Callable[[], Subject]] = {
     "a pass that fails in the middle, then goes on": lambda: SUBJECTS["transformers-dynamic"][1](),
     "a pass that fails at its end, then goes on": lambda: SUBJECTS["transformers-dynamic"][1](),
     "a text is cut back, then goes on": of(KeepsOneTooMany),
+    "a pass that fails, then a cut": of(KeepsOneTooMany),
     "another ending of the same text": of(KeepsOneTooMany),
     "the whole prompt is cached": of(KeepsOneTooMany),
     "a draft of which two tokens stay": of(KeepsOneTooMany),
@@ -189,7 +196,7 @@ def test_the_place_of_the_largest_difference_is_named() -> None:
 
 def test_a_file_with_a_model_or_a_cache_is_examined(tmp_path: Path) -> None:
     ran = run(examine.main, ROOT / "borrow" / "my_gpt.py")
-    assert ran.code == 0 and "0 of 24 checks found something wrong" in ran.out
+    assert ran.code == 0 and "0 of 25 checks found something wrong" in ran.out
     ran = run(
         examine.main, ROOT / "chapters" / "02_kv_cache" / "solution.py", "--json", "--only", "piece"
     )
@@ -217,23 +224,74 @@ def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
 
 # --- Planted bugs -------------------------------------------------------------------------------------
 
-# Why no check finds the others: what they break isn't what a cache computes, or not where examine.py looks.
-NOT_FOUND: dict[str, str] = {}
+# Why no check finds a bug: beginnings of its name, by the reason. The first group isn't examined at all: what it is in
+# has no cache, serves many texts, or drafts.
+NOT_EXAMINED = ("gpt_baseline", "paged", "speculate", "load_gpt2_weights")
+NOT_FOUND = {
+    "the model computes the same wrong numbers without a cache": (
+        "llama_angles",
+        "llama_gates",
+        "llama_groups",
+        "llama_norms",
+        "llama_rotates",
+        "llama_slows",
+        "bct_counts",
+        "bct_empty",
+        "bct_gates",
+        "bct_ignores",
+        "bct_writes",
+    ),
+    "an approximate cache's differences are measured, and no size of them is wrong": (
+        "compress_all_heads",
+        "compress_axes",
+        "compress_codes",
+        "compress_evicts",
+        "compress_goes_back",
+        "compress_keeps",
+        "compress_rounds",
+        "compress_scale",
+    ),
+    "memory that is never written to again, or freed too late": (
+        "compress_clone",
+        "kv_clone",
+        "kv_truncate",
+        "bct_keeps",
+    ),
+    "gradients, or NaN that a failed pass left": (
+        "ring_keeps",
+        "ring_writes_in_place",
+        "ring_reads",
+    ),
+    "a sentence in the place of PyTorch's error, or of a wrong cache's": (
+        "bct_takes",
+        "kv_bounds",
+        "ring_checks",
+    ),
+    "generate(), or positions past the context, which is left to it": (
+        "kv_feeds",
+        "kv_forgotten",
+        "kv_reads",
+        "kv_positions",
+        "bct_positions",
+    ),
+}
 
 
 def test_each_planted_bug_is_found_or_it_is_said_why_not() -> None:
     found = json.loads(RESULT.read_text("utf-8"))
-    from tests.examine_planted import FOLDER
-    from tests.examine_planted import SUBJECTS as EXAMINED
-
-    bugs = [name for name, bug in read_folder(FOLDER).items() if bug.path.stem in EXAMINED]
-    assert [*found] == bugs
-    assert {name for name, checks in found.items() if not checks} == {*NOT_FOUND}
+    bugs = read_folder(FOLDER)
+    assert {bug.path.stem for bug in bugs.values()} == {*EXAMINED, *NOT_EXAMINED}
+    assert [*found] == [name for name, bug in bugs.items() if bug.path.stem in EXAMINED]
+    reasons = tuple(start for starts in NOT_FOUND.values() for start in starts)
+    missed = [name for name, checks in found.items() if not checks]
+    assert [name for name in missed if not name.startswith(reasons)] == []
+    assert [start for start in reasons if not any(name.startswith(start) for name in missed)] == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["kv_mask_sees_only_old", "ring_window_of_one_more", "llama_positions_start_over"]
-)
-def test_a_planted_bug_is_found_by_the_checks_that_are_recorded(name: str) -> None:
-    assert found_by(name) == json.loads(RESULT.read_text("utf-8"))[name] != []
+def test_planted_bugs_are_found_by_the_checks_that_are_recorded() -> None:
+    recorded = json.loads(RESULT.read_text("utf-8"))
+    for name in ("kv_mask_sees_only_old", "ring_window_of_one_more", "llama_positions_start_over"):
+        code = f"from tests.examine_planted import *; print(json.dumps(found_by({name!r})))"
+        ran = process(sys.executable, "-c", code)
+        assert json.loads(ran.out) == recorded[name] != [], ran.err

@@ -40,7 +40,7 @@ WEIGHTLESS = {
 # Tokens of each room when somebody last looked. A commit that needs more than a twentieth above
 # raises its room's record, or records a new room, in one line.
 RECORDS = {
-    "tests": 103000,
+    "tests": 105700,
     "chapters' exercises": 77400,
     "studies": 32727,
     "pocket": 18155,
@@ -53,7 +53,8 @@ RECORDS = {
     "paged.py": 3728,
     "overfill.py": 3454,
     "recycle.py": 3416,
-    "borrow": 5650,
+    "borrow": 8450,
+    "examine.py": 5085,
     "demos": 2907,
     "compress.py": 2778,
     "speculate.py": 2503,
