@@ -37,6 +37,9 @@ def attend(
     """Attend to what our cache holds; without one, do as the model did before (usual)."""
     if our_cache is None:
         return usual(module, q, k, v, attention_mask, scaling=scaling, **options)
+    for name in ("softcap", "s_aux"):
+        if options.get(name) is not None:
+            raise ValueError(f"its attention has {name}, which changes scores and isn't supported")
     if k.size(3) != v.size(3):
         raise ValueError(
             f"keys have {k.size(3)} numbers and values {v.size(3)}: they must be alike"

@@ -51,6 +51,9 @@ def attend(
     appended = getattr(k, "appended", None)
     if appended is None:
         return usual(module, q, k, v, attention_mask, scaling=scaling, **options)
+    for name in ("softcap", "s_aux"):
+        if options.get(name) is not None:
+            raise ValueError(f"its attention has {name}, which changes scores and isn't supported")
     mask = appended.mask
     if attention_mask is not None and attention_mask.dtype != torch.bool:  # eager attention's
         attention_mask = attention_mask == 0

@@ -19,6 +19,8 @@ FOLDER = ROOT / "tests" / "mutants"
 BUGS = read_folder(FOLDER)
 MEANING = {1: "killed", 0: "survived"}
 SUITES = {
+    "borrow.adapter": ["test_borrow.py"],
+    "borrow.transformers_cache": ["test_transformers_cache.py"],
     "gpt_baseline": ["test_equivalence.py"],
     "gpt_kv_cache": ["test_kv_cache.py", "test_equivalence.py"],
     "gpt_bounded_cache": ["test_bounded_cache.py", "test_kv_cache.py"],
@@ -31,10 +33,12 @@ SUITES = {
 # Which tests of these are enough, by the longest beginning of the mutant's name: to be quick.
 ENOUGH = {
     "": "",
+    "adapter": "not bare_run and not page",
     "bct": "bct or memory or form or any_feeding",
     "bct_empty": "what_is_empty",
     "bct_keeps": "bytes",
     "bct_takes": "refused",
+    "cached": "not bare_run",
     "compress": "not bare_run",
     "kv_feeds": "full_hit",
     "kv_forgotten": "past_the_context",

@@ -213,6 +213,7 @@ def test_an_attention_that_is_changed_afterwards_is_noticed(change: Callable, sa
             "keys have 8 numbers and values 4",
         ),
         ("BertLMHeadModel", {}, KVCache(), "BertLMHeadModel can't be served"),
+        ("Gemma2", {"sliding_window": 128, "head_dim": 8}, KVCache(), "its attention has softcap"),
         (
             "T5ForConditionalGeneration",
             {"d_model": 16, "num_layers": 1},
