@@ -555,8 +555,8 @@ def page() -> str:
     lines = [
         "# Examined",
         "",
-        "What [examine.py](../examine.py) says of caches, on small models with random weights. Each line can be repeated by",
-        "its command; the whole page is written by `python3 examine.py --page borrow/EXAMINED.md`.",
+        "[examine.py](../examine.py) has examined these caches, on small models with random weights. Each line can be",
+        "repeated by its command; the whole page is written by `python3 examine.py --page borrow/EXAMINED.md`.",
         f"Versions: {versions}.",
         "",
         "| cache | right | wrong | not offered | command |",
