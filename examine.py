@@ -1,5 +1,6 @@
 """Is this KV cache right? Some twenty checks compare what a model computes with its cache and without one, in seconds.
 
+    python3 examine.py                             our own KVCache
     python3 examine.py borrow/my_gpt.py            a model of our protocol: the file's `model`
     python3 examine.py chapters/02_kv_cache/exercise.py   a cache: the file's class Cache
     python3 examine.py FOLDER --cache dynamic      a model of transformers, by folder or name, with a cache of its own or ours
@@ -611,7 +612,7 @@ def main(argv: list[str] | None = None) -> None:
         "what",
         nargs="?",
         metavar="WHAT",
-        help="FILE.py, or a model of transformers by folder or name",
+        help="FILE.py, or a model of transformers by folder or name; nothing: our KVCache",
     )
     cli.add_argument(
         "--cache", default="dynamic", choices=TRANSFORMERS_CACHES, help="of a model of transformers"
@@ -631,11 +632,14 @@ def main(argv: list[str] | None = None) -> None:
         if args.page is not None:
             write_text(args.page, page())
             return
-        if (args.what is None) == (args.subject is None):
-            raise ValueError("give a file, a folder or a name; or --subject NAME")
-        if args.subject or args.what.endswith(".py"):
+        if args.what is not None and args.subject is not None:
+            raise ValueError(f"give {args.what}, or --subject {args.subject}, not both")
+        if args.what is None or args.what.endswith(".py"):
             torch.set_num_threads(1)  # for small models more threads cost more
-        title, make = SUBJECTS.get(args.subject, ("", lambda: subject_named(args.what, args.cache)))
+        if args.what is None:
+            title, make = SUBJECTS[args.subject or "gpt"]
+        else:
+            title, make = "", lambda: subject_named(args.what, args.cache)
         approximate = APPROXIMATE in title or args.cache == "quantized"
         findings = [*examine(make(), approximate, args.only)]
         if not findings:

@@ -385,6 +385,9 @@ SUBJECTS: dict[str, tuple[str, Callable[[], Subject]]] = {
             small_transformer(), ours_in(lambda: SlidingWindowCache(WINDOW)), WINDOW
         ),
     ),
-    "from-scratch-gpt2": ("LLMs-from-scratch, `kv_cache.gpt2`", lambda: from_scratch("gpt2")),
+    "from-scratch-gpt2": (
+        "LLMs-from-scratch, `kv_cache.gpt2` with `use_cache=True`",
+        lambda: from_scratch("gpt2"),
+    ),
     "from-scratch-qwen3": ("LLMs-from-scratch, `kv_cache.qwen3`", lambda: from_scratch("qwen3")),
 }

@@ -214,7 +214,9 @@ def test_a_file_with_a_model_or_a_cache_is_examined(tmp_path: Path) -> None:
 
 def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "empty.py").write_text("x = 1\n")
-    refused(run(examine.main), "give a file, a folder or a name; or --subject NAME")
+    refused(
+        run(examine.main, "my.py", "--subject", "gpt"), "give my.py, or --subject gpt, not both"
+    )
     refused(run(examine.main, "nowhere.py"), "there is no file nowhere.py")
     refused(run(examine.main, tmp_path / "empty.py"), "has neither a `model` nor a class Cache")
     refused(
