@@ -227,8 +227,12 @@ class Attention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:  # NEW
         """Return (B, T, C): each query's attention-weighted average of the values it may see."""
         causal = mask is None and q.size(2) > 1  # NEW  a single query sees every key it is given
+        heads = q.shape  # GQA
+        if q.size(2) == 1:  # GQA  one token: a group's heads are so many queries of one key head
+            q = q.reshape(len(q), k.size(1), -1, self.head_dim)  # GQA  (B, key heads, group, D)
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True,  # GQA
                                            dropout_p=self.dropout * self.training)
+        y = y.reshape(heads)  # GQA
         return self.c_proj(y.transpose(1, 2).flatten(2))  # (B, H, T, D) -> (B, T, C)
 
 

@@ -7,6 +7,7 @@ import math
 import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
@@ -36,7 +37,7 @@ from support.gguf_files import (
     read_gguf_tensors,
     read_gguf_tokenizer,
 )
-from support.layout import order_for_decoding
+from support.layout import is_faster, order_for_decoding
 from support.printing import end_tokens_of
 from support.tokenizers import (
     LLAMA3_FILE,
@@ -513,7 +514,7 @@ def load_model(
     *,
     model_class: type[nn.Module] | None = None,
     device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | str = torch.float32,
 ) -> nn.Module:
     """Return the model of a known name or of a folder in Hugging Face format, in eval mode.
     "random:124M" is an untrained GPT-2 of this size.
@@ -521,8 +522,9 @@ def load_model(
     model_class: the class to load; by default gpt_kv_cache.GPT or llama_kv_cache.Llama, as
     config.json says. The class must have no buffers. Every tensor in the files must match a
     parameter in name and shape, and no parameter may be missing. A Llama's q, k and v are joined
-    into one parameter, and so are gate and up. Every number must be finite, in the file and in
-    dtype. Memory: about one copy of the weights, since files are mapped and copied tensor by
+    into one parameter, and so are gate and up. dtype: "auto" means what the files hold, if the device
+    computes faster in it than in float32, else float32; a line of output says which. Every number must
+    be finite, in the file and in dtype. Memory: about one copy of the weights, since files are mapped and copied tensor by
     tensor.
     Raises ValueError or OSError, in one sentence, if the model can't be found, read or represented.
     """
@@ -530,7 +532,9 @@ def load_model(
         model_class = model_class or default_class("GPT-2")
         if model_class.config_class().vocab_size != 50257:
             raise ValueError(f"{name_or_path} is a GPT-2, not a {model_class.__name__}")
-        return random_model(model_class, name_or_path.removeprefix(RANDOM)).to(device, dtype)
+        dtype = torch.float32 if dtype == "auto" else dtype
+        model = random_model(model_class, name_or_path.removeprefix(RANDOM))
+        return order_for_decoding(model.to(device, dtype))
     config_path = find_file(name_or_path, "config.json")
     config = read_config(config_path, getattr(model_class, "config_class", None))
     model_class = model_class or default_class(kind_of(config))
@@ -538,16 +542,30 @@ def load_model(
     if getattr(config, "tied", True):
         drop_head(tensors, name_or_path)
     check_sizes(config, tensors, config_path)
+    if dtype == "auto":
+        dtype = choose_dtype(tensors, device)
     with torch.device("meta"):  # shapes and strides without memory
-        model = order_for_decoding(model_class(config))
+        model = order_for_decoding(model_class(config).to(dtype))
     check_tensors(tensors, model, name_or_path)
-    model = model.to(dtype).to_empty(device=device)  # which keeps the strides
+    model = model.to_empty(device=device)  # which keeps the strides
     with torch.no_grad():
         for name, part in public_parts(model).items():
             tensor = tensors.pop(name)  # one that isn't mapped is freed at once
             part.copy_(tensor)
             check_finite(name, part, tensor, name_or_path)
     return model.eval()
+
+
+def choose_dtype(tensors: dict[str, Tensor], device: torch.device | str) -> torch.dtype:
+    """Return what most of the tensors hold, if a device is faster in it than in float32, else float32; print which."""
+    (stored, _), *_ = Counter(tensor.dtype for tensor in tensors.values()).most_common(1)
+    dtype = stored if stored in (torch.bfloat16, torch.float16) else torch.float32
+    if dtype is not torch.float32 and not is_faster(dtype, device):
+        dtype = torch.float32
+    names = [str(name).removeprefix("torch.") for name in (dtype, stored)]
+    reason = "as in its files" if dtype is stored else f"since {names[1]} would be no faster here"
+    print(f"[computing in {names[0]}, {reason}]")
+    return dtype
 
 
 def drop_head(tensors: dict[str, Tensor], where: str) -> None:

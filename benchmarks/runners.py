@@ -1,5 +1,5 @@
 """Implementations of GPT-2 that `python3 -m benchmarks` compares: our files, `gpt_kv_cache.py` without each of its
-choices, and others': transformers, LLMs-from-scratch, CTranslate2.
+choices, and others': transformers, LLMs-from-scratch, CTranslate2, and llama.cpp for a Llama.
 
 All get the same weights: a folder in Hugging Face format. A contender is made from that folder, or
 raises ValueError if it can't take part. Its start() takes ids (B, T) and returns an iterator that
@@ -24,6 +24,7 @@ import gpt_baseline
 import gpt_bounded_cache
 import gpt_kv_cache
 import llama_kv_cache
+from benchmarks.llama_cpp import LlamaCpp
 from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model, read_tensors
 from pocket.checkpoints import export
@@ -84,11 +85,11 @@ class Ours:
 
 
 class Int8(Ours):
-    """gpt_kv_cache.py with every weight matrix in int8, by PyTorch's dynamic quantization."""
+    """gpt_kv_cache.py or llama_kv_cache.py with every weight matrix in int8, by PyTorch's dynamic quantization."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, module: Any = gpt_kv_cache) -> None:
         check_cpu(setup)
-        super().__init__(setup)
+        super().__init__(setup, module)
         head = quantized(self.model.wte.weight, None)
         for block in self.model.h:
             for sublayer in (block.attn, block.mlp):
@@ -205,13 +206,13 @@ def check_cpu(setup: Setup) -> None:
 class Transformers:
     """transformers' GPT-2 or Llama with one of its caches."""
 
-    def __init__(self, setup: Setup, is_static: bool = False) -> None:
+    def __init__(
+        self, setup: Setup, is_static: bool = False, dtype: torch.dtype = torch.float32
+    ) -> None:
         import transformers
 
         auto_class = transformers.AutoModelForCausalLM
-        self.model = (
-            auto_class.from_pretrained(setup.folder, dtype=torch.float32).eval().to(setup.device)
-        )
+        self.model = auto_class.from_pretrained(setup.folder, dtype=dtype).eval().to(setup.device)
         self.new_cache = transformers.DynamicCache
         if is_static:
             config = self.model.config
@@ -334,6 +335,12 @@ class CTranslate2:
             yield torch.tensor([[result.token_id] for result in step])
 
 
+def llama_cpp(setup: Setup, kind: str) -> LlamaCpp:
+    """Return llama.cpp with weights in F32, F16 or Q8_0."""
+    check_cpu(setup)
+    return LlamaCpp(setup.folder, kind)
+
+
 # --- All of them ----------------------------------------------------------------------------------------------------
 
 BASE, LLAMA = "gpt_kv_cache.py", "llama_kv_cache.py"  # ratios are relative to these
@@ -341,17 +348,18 @@ UNCACHED = "gpt_baseline.py"  # reads the whole text for each token
 
 bounded = partial(Ours, module=gpt_bounded_cache)
 llama = partial(Ours, module=llama_kv_cache)
+HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 TRANSFORMERS = {
     "transformers, DynamicCache": Transformers,
     "transformers, StaticCache": partial(Transformers, is_static=True),
-}
+} | {f"transformers, {name}": partial(Transformers, dtype=dtype) for name, dtype in HALF.items()}
 CONTENDERS = {  # each is made from a Setup
     UNCACHED: partial(Ours, module=gpt_baseline),
     BASE: Ours,
     "gpt_bounded_cache.py, preallocated": partial(bounded, window=NO_LIMIT),
     "gpt_bounded_cache.py, window of 256": partial(bounded, window=256),
     "gpt_bounded_cache.py, BCT, 24 slots": RandomBCT,
-    "gpt_kv_cache.py, bfloat16": partial(Ours, dtype=torch.bfloat16),
+    **{f"{BASE}, {name}": partial(Ours, dtype=dtype) for name, dtype in HALF.items()},
     "gpt_kv_cache.py, int8": Int8,
     **TRANSFORMERS,
     "CTranslate2": CTranslate2,
@@ -364,7 +372,10 @@ CONTENDERS = {  # each is made from a Setup
 LLAMAS = {
     LLAMA: llama,
     "llama_kv_cache.py, preallocated": partial(llama, window=NO_LIMIT),
+    **{f"{LLAMA}, {name}": partial(llama, dtype=dtype) for name, dtype in HALF.items()},
+    "llama_kv_cache.py, int8": partial(Int8, module=llama_kv_cache),
     **TRANSFORMERS,
+    **{f"llama.cpp, {kind}": partial(llama_cpp, kind=kind) for kind in ("F32", "F16", "Q8_0")},
 }
 WITHOUT = {name: partial(ablated, name=name) for name in ABLATIONS}
 
@@ -376,4 +387,4 @@ def base_of(names: Collection[str]) -> str:
 
 def is_exact(name: str) -> bool:
     """Return whether a contender's greedy tokens must be those of our own file."""
-    return not any(word in name for word in ("window", "BCT", "bfloat16", "int8"))
+    return not any(word in name for word in ("window", "BCT", "float16", "int8", "F16", "Q8_0"))

@@ -127,8 +127,8 @@ class CommandLine(argparse.ArgumentParser):
         self.add_argument(
             "--dtype",
             default="float32",
-            choices=("float32", "float16", "bfloat16"),
-            help="number format",
+            choices=("float32", "float16", "bfloat16", "auto"),
+            help="number format; auto: the files' own, where that is faster than float32",
         )
         self.add_argument(
             "--threads",
@@ -331,7 +331,8 @@ class CommandLine(argparse.ArgumentParser):
             self.choose_text(args)
         if "device" in args:
             args.device = device_of(args.device)
-            args.dtype = getattr(torch, args.dtype)
+            if args.dtype != "auto":  # which load_model() resolves
+                args.dtype = getattr(torch, args.dtype)
             threads = args.threads
             if threads is None:
                 threads = 1 if args.model.startswith("pocket") else torch.get_num_threads()

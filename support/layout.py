@@ -1,11 +1,84 @@
-"""The order in which a model's weights lie in memory."""
+"""How a model's weights lie in memory, for one-token decoding: a product of one row with every matrix, and as fast as
+memory is read."""
 
-from torch import nn
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+WIDTH, TRIES = 2048, 8  # of the products that is_faster() tries
 
 
 def order_for_decoding(model: nn.Module) -> nn.Module:
-    """Lay the token embedding (V, C) out column by column, and return the model: x @ wte.T, the largest product of
-    one-token decoding, then reads it in the order a CPU is fastest at."""
-    embedding = model.wte.weight
-    embedding.data = embedding.data.t().contiguous().t()
+    """Lay each matrix out in the order in which a CPU multiplies a row with it fastest, and return the model.
+
+    In float32 that is the order of (in, out), a row of weights for each input. In half precision only the order of
+    (out, in) has a fast kernel; the other is ten times as slow. Shapes stay: a weight is then the transpose of a matrix
+    in the right order. A model that is converted to another dtype later computes the same, slowly.
+    """
+    is_half = model.wte.weight.dtype.itemsize == 2
+    for name, weight in model.named_parameters():
+        if ".c_" in name and weight.dim() == 2:  # Conv1D's, stored (in, out)
+            weight.data = transposed_in_memory(weight) if is_half else weight.contiguous()
+        elif name in ("wte.weight", "lm_head.weight"):  # the head's (V, C), read as (out, in)
+            weight.data = weight.contiguous() if is_half else transposed_in_memory(weight)
+    if is_half and torch.backends.mkldnn.enabled:
+        model.register_forward_pre_hook(before_pass, with_kwargs=True)
+        model.register_forward_hook(after_pass, with_kwargs=True, always_call=True)
     return model
+
+
+def transposed_in_memory(weight: Tensor) -> Tensor:
+    """Return the same matrix, whose columns are contiguous."""
+    return weight.detach().t().contiguous().t()
+
+
+def is_faster(dtype: torch.dtype, device: torch.device | str) -> bool:
+    """Return whether a device multiplies faster in a dtype than in float32, by trying it: one row as in decoding, and
+    many as in a prompt."""
+    times = {}
+    for tried in (torch.float32, dtype):
+        layer = nn.Linear(WIDTH, WIDTH, bias=False, device=device, dtype=tried)
+        if tried is torch.float32:
+            layer.weight.data = transposed_in_memory(layer.weight)
+        with torch.no_grad():
+            times[tried] = [seconds_of(layer, rows) for rows in (1, WIDTH // 8)]
+    return all(
+        half < single for half, single in zip(times[dtype], times[torch.float32], strict=True)
+    )
+
+
+def seconds_of(layer: nn.Linear, rows: int) -> float:
+    """Return the least time of a few products of so many rows."""
+    x, seconds = torch.ones(rows, WIDTH, device=layer.weight.device, dtype=layer.weight.dtype), []
+    for _ in range(TRIES):
+        torch.backends.mkldnn.enabled = rows > 1
+        started = time.perf_counter()
+        float(layer(x)[0, 0])  # which waits for a GPU
+        seconds.append(time.perf_counter() - started)
+    torch.backends.mkldnn.enabled = True
+    return min(seconds)
+
+
+def before_pass(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Turn oneDNN off for a pass of one token: of one row in half precision, its products take twice as long as
+    PyTorch's own, which it takes over; of more rows it is right. It is a setting of the whole process."""
+    if is_single(*args, **kwargs):
+        torch.backends.mkldnn.enabled = False
+
+
+def after_pass(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], logits: Tensor | None
+) -> None:
+    """Turn oneDNN on again, after a pass that failed, too."""
+    if is_single(*args, **kwargs):
+        torch.backends.mkldnn.enabled = True
+
+
+def is_single(ids: Tensor, *args: Any, **kwargs: Any) -> bool:
+    """Return whether ids (B, T), the first argument of a pass, are one token on a CPU."""
+    return ids.numel() == 1 and ids.device.type == "cpu"
+
+
+before_pass.observes = after_pass.observes = True  # keys and values stay those of the same model

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import llama_cpp
+from benchmarks.llama_cpp import permuted
 from gpt_kv_cache import generate
 from llama_kv_cache import KVCache, main
 from load_gpt2_weights import load_model, load_tokenizer
@@ -22,79 +24,25 @@ from tests.test_llama import CHATML, MORE_TEXTS, TEXTS, corpus, real_form
 
 pytestmark = pytest.mark.slow  # gguf is one of CI's packages
 gguf = pytest.importorskip("gguf")
-OUR_NAME = {public: ours for ours, public in gguf_files.NAMES.items()}
 PRE = {"SmolLM2": "smollm", "Llama 3": "llama-bpe", "Qwen": "qwen2"}
-
-
-def permuted(rows: np.ndarray, n_head: int) -> np.ndarray:
-    """The rows of q or k as llama.cpp rotates them: neighbours are a pair."""
-    halves = rows.reshape(n_head, 2, -1, *rows.shape[1:])
-    return halves.swapaxes(1, 2).reshape(rows.shape)
 
 
 def write_gguf(
     path: Path, model: Any, tokenizer: Any = None, kind: Any = None, **changes: Any
 ) -> None:
-    """Write a model of transformers as a GGUF file. kind: how matrices are stored; changes: of keys, None to leave
-    one out."""
-    config = model.config
-    arch = {"mistral": "llama"}.get(config.model_type, config.model_type)
-    vocab = ["a"] * config.vocab_size if tokenizer is None else [*range(tokenizer.get_vocab_size())]
-    keys = {
-        f"{arch}.context_length": config.max_position_embeddings,
-        f"{arch}.embedding_length": config.hidden_size,
-        f"{arch}.block_count": config.num_hidden_layers,
-        f"{arch}.feed_forward_length": config.intermediate_size,
-        f"{arch}.attention.head_count": config.num_attention_heads,
-        f"{arch}.attention.head_count_kv": config.num_key_value_heads,
-        f"{arch}.attention.key_length": getattr(config, "head_dim", None),
-        f"{arch}.attention.value_length": getattr(config, "head_dim", None),
-        f"{arch}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        f"{arch}.rope.freq_base": config.rope_parameters["rope_theta"],
-    }
-    if tokenizer is None:
-        keys["tokenizer.ggml.tokens"] = vocab
-    else:
-        added = tokenizer.get_added_tokens_decoder()
-        merges = gguf_merges(tokenizer)
-        keys |= {
+    """Write a model of transformers and a tokenizer as a GGUF file. kind: how matrices are stored; changes: of keys,
+    None to leave one out."""
+    keys: dict[str, Any] = {"tokenizer.ggml.tokens": ["a"] * model.config.vocab_size}
+    if tokenizer is not None:
+        ids, added = range(tokenizer.get_vocab_size()), tokenizer.get_added_tokens_decoder()
+        keys = {
             "tokenizer.ggml.model": "gpt2",
-            "tokenizer.ggml.tokens": [tokenizer.id_to_token(i) for i in vocab],
-            "tokenizer.ggml.token_type": [3 if i in added else 1 for i in vocab],
-            "tokenizer.ggml.merges": merges,
+            "tokenizer.ggml.tokens": [tokenizer.id_to_token(i) for i in ids],
+            "tokenizer.ggml.token_type": [3 if i in added else 1 for i in ids],
+            "tokenizer.ggml.merges": gguf_merges(tokenizer),
             "tokenizer.ggml.eos_token_id": max(added),
         }
-    writer = gguf.GGUFWriter(path, arch)
-    for key, content in (keys | changes).items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-        add |= {list: writer.add_array, bool: writer.add_bool}
-        if content is not None and content != []:
-            add[type(content)](key, content)
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        numbers, name = tensor.numpy(), name.removeprefix("model.")
-        *_, part, _ = name.split(".")
-        if arch == "llama" and part in heads:
-            numbers = permuted(numbers, heads[part])
-        layer = re.match(r"layers\.(\d+)\.", name)
-        stem, _, suffix = name.removeprefix(layer[0] if layer else "").rpartition(".")
-        name = f"{f'blk.{layer[1]}.' if layer else ''}{OUR_NAME[stem]}.{suffix}"
-        if kind is not None and numbers.ndim == 2:
-            writer.add_tensor(name, gguf.quantize(numbers, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(name, numbers)
-    if config.rope_parameters["rope_type"] == "llama3":
-        speed = model.model.rotary_emb.inv_freq
-        usual = config.rope_parameters["rope_theta"] ** (
-            -torch.arange(0, config.head_dim, 2) / config.head_dim
-        )
-        writer.add_tensor("rope_freqs.weight", (usual / speed).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    llama_cpp.write_gguf(path, model, kind, **keys | changes)
 
 
 def gguf_merges(tokenizer: Any) -> list[str]:

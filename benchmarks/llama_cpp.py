@@ -1,0 +1,148 @@
+"""llama.cpp beside lecture 4: the same weights as a GGUF file, read and decoded by llama-cpp-python."""
+
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from support.gguf_files import NAMES
+
+OUR_NAME = {public: ours for ours, public in NAMES.items()}
+NO_TEXT = {"tokenizer.ggml.model": "no_vocab"}  # a file without a tokenizer: ids in, ids out
+
+
+def permuted(rows: np.ndarray, n_head: int) -> np.ndarray:
+    """Return the rows of q or k as llama.cpp rotates them: neighbours are a pair."""
+    halves = rows.reshape(n_head, 2, -1, *rows.shape[1:])
+    return halves.swapaxes(1, 2).reshape(rows.shape)
+
+
+def write_gguf(path: Path, model: Any, kind: Any = None, **keys: Any) -> None:
+    """Write a model of transformers as a GGUF file. kind: how matrices are stored, a gguf.GGMLQuantizationType; keys:
+    more of them, or other values, None to leave one out."""
+    import gguf
+
+    config = model.config
+    arch = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    geometry = {
+        f"{arch}.vocab_size": config.vocab_size,
+        f"{arch}.context_length": config.max_position_embeddings,
+        f"{arch}.embedding_length": config.hidden_size,
+        f"{arch}.block_count": config.num_hidden_layers,
+        f"{arch}.feed_forward_length": config.intermediate_size,
+        f"{arch}.attention.head_count": config.num_attention_heads,
+        f"{arch}.attention.head_count_kv": config.num_key_value_heads,
+        f"{arch}.attention.key_length": getattr(config, "head_dim", None),
+        f"{arch}.attention.value_length": getattr(config, "head_dim", None),
+        f"{arch}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        f"{arch}.rope.freq_base": config.rope_parameters["rope_theta"],
+    }
+    writer = gguf.GGUFWriter(path, arch)
+    for key, content in (geometry | keys).items():
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add |= {list: writer.add_array, bool: writer.add_bool}
+        if content is not None and content != []:
+            add[type(content)](key, content)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        numbers, name = tensor.numpy(), name.removeprefix("model.")
+        *_, part, _ = name.split(".")
+        if arch == "llama" and part in heads:
+            numbers = permuted(numbers, heads[part])
+        layer = re.match(r"layers\.(\d+)\.", name)
+        stem, _, suffix = name.removeprefix(layer[0] if layer else "").rpartition(".")
+        name = f"{f'blk.{layer[1]}.' if layer else ''}{OUR_NAME[stem]}.{suffix}"
+        if kind is not None and numbers.ndim == 2:
+            writer.add_tensor(name, gguf.quantize(numbers, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, numbers)
+    if config.rope_parameters["rope_type"] == "llama3":
+        speed = model.model.rotary_emb.inv_freq
+        usual = config.rope_parameters["rope_theta"] ** (
+            -torch.arange(0, config.head_dim, 2) / config.head_dim
+        )
+        writer.add_tensor("rope_freqs.weight", (usual / speed).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+class LlamaCpp:
+    """llama.cpp with weights in float32 and a cache in float32; or, as its users have them, weights in float16 or in
+    8 bits (Q8_0), and its default cache, in float16. The bytes of its cache are by formula."""
+
+    def __init__(self, folder: Path, kind: str = "F32") -> None:
+        import gguf
+        import llama_cpp
+        from transformers import AutoModelForCausalLM
+
+        self.library = llama_cpp
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.config = model.config
+        self.written = tempfile.TemporaryDirectory()  # the file is mapped while it decodes
+        file = Path(self.written.name) / "model.gguf"
+        write_gguf(file, model, gguf.GGMLQuantizationType[kind], **NO_TEXT)
+        options = llama_cpp.llama_model_default_params()
+        self.model = llama_cpp.llama_model_load_from_file(bytes(file), options)
+        if not self.model:
+            raise ValueError("llama.cpp can't read the file")
+        self.cache_type = llama_cpp.GGML_TYPE_F32 if kind == "F32" else llama_cpp.GGML_TYPE_F16
+        self.context = None
+
+    def start(self, ids: Tensor) -> Iterator[Tensor]:
+        if self.context:
+            self.library.llama_free(self.context)
+        options = self.library.llama_context_default_params()
+        options.n_ctx = len(ids) * self.config.max_position_embeddings
+        options.n_seq_max = len(ids)
+        options.n_batch = ids.numel()
+        options.n_threads = options.n_threads_batch = torch.get_num_threads()
+        options.type_k = options.type_v = self.cache_type
+        self.context = self.library.llama_init_from_model(self.model, options)
+        if not self.context:
+            raise ValueError("llama.cpp can't make a context")
+        return self.tokens(ids)
+
+    def tokens(self, ids: Tensor) -> Iterator[Tensor]:
+        B, config = len(ids), self.config
+        head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+        numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+        n_read = 0
+        while True:
+            logits = self.decode(ids, n_read)
+            n_read += ids.size(1)
+            element = 4 if self.cache_type == self.library.GGML_TYPE_F32 else 2
+            self.nbytes = B * n_read * numbers * element
+            ids = torch.from_numpy(logits.argmax(-1, keepdims=True))
+            yield ids
+
+    def decode(self, ids: Tensor, start: int) -> np.ndarray:
+        """Return the logits (B, V) of the last column of ids (B, T), of texts that begin with `start` tokens."""
+        B, T = ids.shape
+        batch = self.library.llama_batch_init(B * T, 0, 1)
+        batch.n_tokens = B * T
+        for i, token in enumerate(ids.flatten().tolist()):
+            row, column = divmod(i, T)
+            batch.token[i], batch.pos[i] = token, start + column
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, row
+            batch.logits[i] = column == T - 1
+        status = self.library.llama_decode(self.context, batch)
+        self.library.llama_batch_free(batch)
+        if status:
+            raise ValueError(f"llama.cpp can't decode {B} x {T} tokens: it returns {status}")
+        last = [
+            np.ctypeslib.as_array(
+                self.library.llama_get_logits_ith(self.context, row * T + T - 1),
+                (self.config.vocab_size,),
+            )
+            for row in range(B)
+        ]
+        return np.stack(last)
