@@ -230,9 +230,9 @@ class Attention(nn.Module):
         heads = q.shape  # GQA
         if q.size(2) == 1:  # GQA  one token: a group's heads are so many queries of one key head
             q = q.reshape(len(q), k.size(1), -1, self.head_dim)  # GQA  (B, key heads, group, D)
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True,  # GQA
-                                           dropout_p=self.dropout * self.training)
-        y = y.reshape(heads)  # GQA
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal,  # GQA
+                                           dropout_p=self.dropout * self.training,  # GQA
+                                           enable_gqa=True).reshape(heads)  # GQA
         return self.c_proj(y.transpose(1, 2).flatten(2))  # (B, H, T, D) -> (B, T, C)
 
 

@@ -46,7 +46,7 @@ RECORDS = {
     "pocket": 18155,
     "lectures": 16146,
     "support": 19146,
-    "benchmarks": 10676,
+    "benchmarks": 12062,
     "chapters' tools": 9650,
     "projector.py": 5805,
     "load_gpt2_weights.py": 4304,

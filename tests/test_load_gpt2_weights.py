@@ -31,11 +31,13 @@ from torch import Tensor
 import load_gpt2_weights as loader
 from gpt_baseline import GPT as BaselineGPT
 from gpt_bounded_cache import BCT
-from gpt_kv_cache import GPT, GPTConfig, generate
+from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from support.cli import ARTICLE
 from support.files import read_json
+from support.layout import is_faster
 from support.tokenizers import GPT2_PATTERN, Numbers, byte_characters
 from tests.helpers import Ran, process, refused, run
+from tests.test_equivalence import assert_close
 
 ROOT = Path(loader.__file__).parent
 TINY = {"vocab_size": 97, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 4}
@@ -90,7 +92,9 @@ def assert_loaded(
         assert parameter.dtype == dtype
         assert torch.equal(parameter, tensors[name].to(dtype)), name
     assert not model.training
-    assert model.wte.weight.stride(0) == 1  # column-first, as the model file wants it
+    is_half = dtype.itemsize == 2  # then (out, in) is read fastest, in float32 (in, out)
+    assert model.wte.weight.stride(1 if is_half else 0) == 1
+    assert model.h[0].mlp.c_fc.weight.stride(0 if is_half else 1) == 1
 
 
 def write_tokenizer(folder: Path, merges: tuple[bytes, ...] = ()) -> int:
@@ -162,6 +166,64 @@ def test_dtype(tmp_path: Path, dtype: torch.dtype, stored: torch.dtype) -> None:
     tensors = {name: tensor.to(stored) for name, tensor in random_tensors().items()}
     model = loader.load_model(write(tmp_path, tensors), model_class=GPT, dtype=dtype)
     assert_loaded(model, tensors, dtype)
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("faster", [True, False])
+def test_dtype_auto(
+    stored: torch.dtype,
+    faster: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.setattr(loader, "is_faster", lambda dtype, device: faster)
+    tensors = {name: tensor.to(stored) for name, tensor in random_tensors().items()}
+    model = loader.load_model(write(tmp_path, tensors), model_class=GPT, dtype="auto")
+    chosen = stored if faster else torch.float32
+    assert_loaded(model, tensors, chosen)
+    said, name = capsys.readouterr().out, str(chosen).removeprefix("torch.")
+    reason = (
+        "as in its files"
+        if chosen is stored
+        else f"since {str(stored)[6:]} would be no faster here"
+    )
+    assert said == f"[computing in {name}, {reason}]\n"
+
+
+def test_trying_a_dtype_leaves_onednn_on() -> None:
+    assert is_faster(torch.bfloat16, "cpu") in (True, False)
+    assert torch.backends.mkldnn.enabled
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_onednn_is_off_for_one_token_in_half_precision_only(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    folder, seen = write(tmp_path, random_tensors()), []
+    for each in (dtype, torch.float32):
+        model = loader.load_model(folder, model_class=GPT, dtype=each)
+        model.h[0].register_forward_pre_hook(lambda *_: seen.append(torch.backends.mkldnn.enabled))
+        one, cache = torch.tensor([[1]]), KVCache()
+        for ids in (one, torch.tensor([[1, 2]]), torch.tensor([[1], [2]])):
+            model(ids)
+            assert torch.backends.mkldnn.enabled
+        model(torch.ones(1, model.context, dtype=torch.long), cache)
+        with pytest.raises(ValueError, match="within n_ctx"):  # a pass that fails
+            model(one, cache)
+        assert torch.backends.mkldnn.enabled
+    assert seen == [False, True, True, True] + 4 * [True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_model_converted_later_computes_the_same(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder, ids = write(tmp_path, random_tensors()), torch.arange(12)[None]
+    loaded = loader.load_model(folder, model_class=GPT, dtype=dtype)
+    converted = loader.load_model(folder, model_class=GPT).to(dtype)
+    for model in (loaded, converted):
+        cache = KVCache()
+        steps = torch.cat([model(piece, cache) for piece in ids.split([6, 1, 1, 4], 1)], 1)
+        assert_close(steps, loaded(ids), dtype)
 
 
 @pytest.mark.parametrize(
