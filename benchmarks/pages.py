@@ -7,6 +7,7 @@ from pathlib import Path
 
 from benchmarks import batches, scale
 from benchmarks.report import BASE, decoding_table, draw_figures, slowdowns_table, speed_report
+from benchmarks.runners import LLAMA
 from benchmarks.words import Figures, render_words
 from support.blocks import filled
 from support.cli import CommandLine
@@ -72,6 +73,11 @@ def standing_tables() -> str:
     return "\n\n".join(parts)
 
 
+def half_text(pattern: str, base: str) -> str:
+    """Return what the newest record among the files that match a pattern says of half precision."""
+    return render_words("half", newest_record(pattern), base)
+
+
 def demo_output() -> str:
     """Return the output of the README's first command; the text that it writes is cut short."""
     command = [sys.executable, "gpt_kv_cache.py", "--compare"]
@@ -88,6 +94,9 @@ NAMES = {  # what the pages' templates may call
     "figure": None,  # filled in by studies/pages.py, as the next one is
     "format": None,
     "fleet": lambda: table(*scale.fleet_table()[:2], markdown=True),
+    "gpt2_in_half": lambda: conditions_and_table(newest_record("*-half-amd/summary.json")),
+    "half": half_text,
+    "llama_cpp": lambda: render_words("llama_cpp", newest_record("*/llama.json"), LLAMA),
     "llama": lambda: conditions_and_table(newest_record("*/llama.json")),
     "processors": processors_table,
     "requests": lambda: batches.requests_report(

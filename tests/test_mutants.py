@@ -29,6 +29,7 @@ SUITES = {
     "paged": ["test_paged.py"],
     "speculate": ["test_speculate.py"],
     "compress": ["test_compress.py"],
+    "support.layout": ["test_load_gpt2_weights.py"],
 }
 # Which tests of these are enough, by the longest beginning of the mutant's name: to be quick.
 ENOUGH = {
@@ -43,6 +44,7 @@ ENOUGH = {
     "kv_feeds": "full_hit",
     "kv_forgotten": "past_the_context",
     "kv_reads": "warm",
+    "layout": "dtype or onednn or converted",
     "llama": "transformers or window or halves or bfloat16",
     "loader": "one_sentence",
     "paged": "not bare_run and not serve_continues and not bad_input",
