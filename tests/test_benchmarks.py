@@ -243,7 +243,9 @@ def test_todays_models_take_turns_and_write_the_same(
     bench.main(words)
     assert len([*tmp_path.glob("llama_*.png")]) == 2
     record = read_json(tmp_path / "llama.json")
-    assert {*record["rows"]} == {*LLAMAS} and record["different"] == []
+    absent = record["absent"]  # where llama.cpp isn't installed; Q8_0 needs a width of 32s
+    assert {*record["rows"], *absent} == {*LLAMAS} and record["different"] == []
+    assert all(name.startswith("llama.cpp") for name in absent)
     bytes_of = {name: row["1 x 9"]["cache_bytes"] for name, row in record["rows"].items()}
     token = 2 * 2 * 2 * 12 * 4  # keys and values, layers, heads of keys, their size, bytes
     assert bytes_of[LLAMA] == bytes_of["transformers, DynamicCache"] == (9 + 16) * token
