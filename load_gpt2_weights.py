@@ -563,7 +563,11 @@ def choose_dtype(tensors: dict[str, Tensor], device: torch.device | str) -> torc
     if dtype is not torch.float32 and not is_faster(dtype, device):
         dtype = torch.float32
     names = [str(name).removeprefix("torch.") for name in (dtype, stored)]
-    reason = "as in its files" if dtype is stored else f"since {names[1]} would be no faster here"
+    reason = (
+        "as its weights are read"
+        if dtype is stored
+        else f"since {names[1]} would be no faster here"
+    )
     print(f"[computing in {names[0]}, {reason}]")
     return dtype
 

@@ -184,7 +184,7 @@ def test_dtype_auto(
     assert_loaded(model, tensors, chosen)
     said, name = capsys.readouterr().out, str(chosen).removeprefix("torch.")
     reason = (
-        "as in its files"
+        "as its weights are read"
         if chosen is stored
         else f"since {str(stored)[6:]} would be no faster here"
     )
