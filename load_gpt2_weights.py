@@ -522,10 +522,10 @@ def load_model(
     model_class: the class to load; by default gpt_kv_cache.GPT or llama_kv_cache.Llama, as
     config.json says. The class must have no buffers. Every tensor in the files must match a
     parameter in name and shape, and no parameter may be missing. A Llama's q, k and v are joined
-    into one parameter, and so are gate and up. dtype: "auto" means what the files hold, if the device
-    computes faster in it than in float32, else float32; a line of output says which. Every number must
-    be finite, in the file and in dtype. Memory: about one copy of the weights, since files are mapped and copied tensor by
-    tensor.
+    into one parameter, and so are gate and up. dtype: "auto" means what the files hold, if the
+    device computes faster in it than in float32, else float32; a line of output says which. Every
+    number must be finite, in the file and in dtype. Memory: about one copy of the weights, since
+    files are mapped and copied tensor by tensor.
     Raises ValueError or OSError, in one sentence, if the model can't be found, read or represented.
     """
     if name_or_path.startswith(RANDOM):

@@ -98,6 +98,8 @@ class LlamaCpp:
         self.context = None
 
     def start(self, ids: Tensor) -> Iterator[Tensor]:
+        """Return the greedy tokens (B, 1) after ids (B, T), one after another, with a new cache. Raises ValueError if
+        there is no memory for it."""
         if self.context:
             self.library.llama_free(self.context)
         options = self.library.llama_context_default_params()
@@ -112,6 +114,7 @@ class LlamaCpp:
         return self.tokens(ids)
 
     def tokens(self, ids: Tensor) -> Iterator[Tensor]:
+        """Yield the greedy tokens (B, 1) after ids (B, T), without end."""
         B, config = len(ids), self.config
         head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
         numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim

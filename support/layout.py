@@ -5,16 +5,21 @@ import time
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-WIDTH, TRIES = 2048, 8  # of the products that is_faster() tries
+SIDES = (
+    8192,
+    4096,
+)  # of a matrix (out, in) that is_faster() tries: in no dtype does a processor's cache hold it
+TRIES = 5
 
 
 def order_for_decoding(model: nn.Module) -> nn.Module:
     """Lay each matrix out in the order in which a CPU multiplies a row with it fastest, and return the model.
 
     In float32 that is the order of (in, out), a row of weights for each input. In half precision only the order of
-    (out, in) has a fast kernel; the other is up to ten times as slow. Shapes stay: a weight is then the transpose of a
+    (out, in) has a fast kernel; the other is several times as slow. Shapes stay: a weight is then the transpose of a
     matrix in the right order. In half precision, passes of one token also go without oneDNN, and attend in float32. A
     model that is converted to another dtype later computes the same, slowly.
     """
@@ -39,35 +44,35 @@ def transposed_in_memory(weight: Tensor) -> Tensor:
 
 
 def is_faster(dtype: torch.dtype, device: torch.device | str) -> bool:
-    """Return whether a device multiplies faster in a dtype than in float32, by trying it: one row as in decoding, and
-    many as in a prompt."""
+    """Return whether a device multiplies faster in a dtype than in float32, by trying it: one row with a large matrix, as
+    in decoding, and many rows with a part of it, as in a prompt."""
     times = {}
     for tried in (torch.float32, dtype):
-        layer = nn.Linear(WIDTH, WIDTH, bias=False, device=device, dtype=tried)
+        weight = torch.ones(SIDES, device=device, dtype=tried)
         if tried is torch.float32:
-            layer.weight.data = transposed_in_memory(layer.weight)
-        with torch.no_grad():
-            times[tried] = [seconds_of(layer, rows) for rows in (1, WIDTH // 8)]
+            weight = transposed_in_memory(weight)
+        times[tried] = [seconds_of(weight, 1), seconds_of(weight[:1024], 128)]
     return all(
         half < single for half, single in zip(times[dtype], times[torch.float32], strict=True)
     )
 
 
-def seconds_of(layer: nn.Linear, rows: int) -> float:
-    """Return the least time of a few products of so many rows."""
-    x, seconds = torch.ones(rows, WIDTH, device=layer.weight.device, dtype=layer.weight.dtype), []
+def seconds_of(weight: Tensor, rows: int) -> float:
+    """Return the least time of a few products of so many rows with a weight (out, in)."""
+    x = torch.ones(rows, weight.size(1), device=weight.device, dtype=weight.dtype)
+    seconds, was_enabled = [], torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = was_enabled and rows > 1
     for _ in range(TRIES):
-        torch.backends.mkldnn.enabled = rows > 1
         started = time.perf_counter()
-        float(layer(x)[0, 0])  # which waits for a GPU
+        float(F.linear(x, weight)[0, 0])  # which waits for a GPU
         seconds.append(time.perf_counter() - started)
-    torch.backends.mkldnn.enabled = True
+    torch.backends.mkldnn.enabled = was_enabled
     return min(seconds)
 
 
 def before_pass(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Turn oneDNN off for a pass of one token: of one row in half precision, its products take twice as long as
-    PyTorch's own, which it takes over; of more rows it is right. It is a setting of the whole process."""
+    """Turn oneDNN off for a pass of one token: it takes over products in half precision, and is slower than PyTorch's
+    own kernel for one row, faster for many. It is a setting of the whole process."""
     if is_single(*args, **kwargs):
         torch.backends.mkldnn.enabled = False
 
@@ -88,8 +93,8 @@ def is_single(ids: Tensor, *args: Any, **kwargs: Any) -> bool:
 def widen(
     attention: nn.Module, args: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...] | None:
-    """Give single queries to attention in float32, with their keys and values: PyTorch's kernel takes a quarter of the
-    time then, with the conversion."""
+    """Give single queries to attention in float32, with their keys and values: for heads that aren't grouped, and for all
+    in float16, PyTorch's kernel is several times as fast then, conversion included."""
     q = args[0]
     if q.size(2) == 1 and q.device.type == "cpu":
         return tuple(x.float() if x is not None and x.is_floating_point() else x for x in args)

@@ -212,6 +212,11 @@ def test_a_file_with_a_model_or_a_cache_is_examined(tmp_path: Path) -> None:
     assert ran.code == 1 and "WRONG" in ran.out and "as in hyprstream#1521" in ran.out
 
 
+def test_without_words_our_own_cache_is_examined() -> None:
+    ran = run(examine.main)
+    assert ran.code == 0 and "0 of 25 checks found something wrong" in ran.out
+
+
 def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "empty.py").write_text("x = 1\n")
     refused(

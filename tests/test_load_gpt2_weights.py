@@ -191,9 +191,13 @@ def test_dtype_auto(
     assert said == f"[computing in {name}, {reason}]\n"
 
 
-def test_trying_a_dtype_leaves_onednn_on() -> None:
+@pytest.mark.parametrize("enabled", [True, False])
+def test_trying_a_dtype_changes_nothing(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = torch.get_rng_state()
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", enabled)
     assert is_faster(torch.bfloat16, "cpu") in (True, False)
-    assert torch.backends.mkldnn.enabled
+    assert torch.backends.mkldnn.enabled is enabled
+    assert torch.equal(torch.get_rng_state(), drawn)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
