@@ -162,20 +162,27 @@ class QuantizedCache(CompressedCache):
     is computed anew for every pass; inference engines fuse this step into their attention.
     truncate() into a rounded group leaves its tokens rounded.
 
-    Raises ValueError if bits isn't 2, 4, 8 or 32 (no rounding), or a size is out of range; at the
-    first pass, if a head's size isn't a multiple of 8 / bits.
+    value_bits: of values, if they have other bits than keys. Raises ValueError if bits aren't 2, 4,
+    8 or 32 (no rounding), or a size is out of range; at the first pass, if a head's size isn't a
+    multiple of 8 / bits.
 
     Source: Liu et al. 2024, section 3 (there, the channels of a token are in groups of 32; here, a
     group is a whole head).
     """
 
-    def __init__(self, bits: int, group: int = 32, residual: int = 32) -> None:
+    def __init__(
+        self, bits: int, group: int = 32, residual: int = 32, value_bits: int | None = None
+    ) -> None:
         super().__init__()
-        if bits not in BIT_WIDTHS:
-            raise ValueError(f"bits must be one of {', '.join(map(str, BIT_WIDTHS))}, got {bits}")
+        self.key_bits, self.value_bits = bits, bits if value_bits is None else value_bits
+        for width in (self.key_bits, self.value_bits):
+            if width not in BIT_WIDTHS:
+                raise ValueError(
+                    f"bits must be one of {', '.join(map(str, BIT_WIDTHS))}, got {width}"
+                )
         if group < 1 or residual < 0:
             raise ValueError(f"group {group}, residual {residual}: must be at least 1 and 0")
-        self.bits, self.group, self.residual = bits, group, residual
+        self.group, self.residual = group, residual
 
     def compress(self, layer: int, held: RoundedTokens | None, new_kv: Tensor) -> RoundedTokens:
         """Return the layer's new state; groups that at least `residual` tokens now follow are
@@ -188,7 +195,10 @@ class QuantizedCache(CompressedCache):
             return held._replace(exact=exact)
         n_rounded = groups * self.group
         keys, values = exact[..., :n_rounded, :].unflatten(3, (groups, self.group))
-        rounded = [*quantize(keys, self.bits, dim=-2), *quantize(values, self.bits, dim=-1)]
+        rounded = [
+            *quantize(keys, self.key_bits, dim=-2),
+            *quantize(values, self.value_bits, dim=-1),
+        ]
         if held is not None:
             *earlier, _ = held
             rounded = [torch.cat(pair, dim=2) for pair in zip(earlier, rounded, strict=True)]
@@ -196,8 +206,8 @@ class QuantizedCache(CompressedCache):
 
     def parts(self, held: RoundedTokens) -> list[Tensor]:
         """Return the rounded tokens' keys and values, then the exact ones'."""
-        keys = dequantize(held.key_codes, held.key_scale, held.key_zero, self.bits)
-        values = dequantize(held.value_codes, held.value_scale, held.value_zero, self.bits)
+        keys = dequantize(held.key_codes, held.key_scale, held.key_zero, self.key_bits)
+        values = dequantize(held.value_codes, held.value_scale, held.value_zero, self.value_bits)
         rounded = torch.stack([keys, values]).flatten(3, 4)  # (2, B, H, N * G, D)
         return [rounded, held.exact]
 
@@ -290,13 +300,18 @@ class SmallNormCache(CompressedCache):
         n_old = kv.size(3) - self.recent
         if layer < self.skip or n_old <= self.keep:
             return KeptTokens(kv)
-        norm = kv[0, :, :, :n_old].float().norm(dim=-1)  # (B, H, n_old)
-        coarse_norm = norm.view(torch.int32) >> 12  # its exponent and the first 12 significant bits
-        latest_first = coarse_norm.flip(-1).argsort(dim=-1, stable=True)[..., : self.keep]
+        latest_first = self.ranks(kv[0, :, :, :n_old]).flip(-1).argsort(dim=-1, stable=True)
+        latest_first = latest_first[..., : self.keep]
         kept_indices = (n_old - 1 - latest_first).sort().values  # (B, H, keep)
         kept_indices = kept_indices[None, ..., None].expand(2, -1, -1, -1, kv.size(4))
         kept = kv[..., :n_old, :].gather(3, kept_indices)
         return KeptTokens(torch.cat([kept, kv[..., n_old:, :]], dim=3))
+
+    def ranks(self, keys: Tensor) -> Tensor:
+        """Return a number (B, H, S) for each of the keys (B, H, S, D) that may be evicted, oldest
+        first: those with the smallest ones stay."""
+        norm = keys.float().norm(dim=-1)
+        return norm.view(torch.int32) >> 12  # its exponent and the first 12 significant bits
 
     def parts(self, held: KeptTokens) -> list[Tensor]:
         """Return the keys and values that stayed."""
@@ -340,6 +355,7 @@ CACHES = {
     "bits:8": CacheKind("8 bits", lambda n: QuantizedCache(8)),
     "bits:4": CacheKind("4 bits", lambda n: QuantizedCache(4)),
     "bits:2": CacheKind("2 bits", lambda n: QuantizedCache(2)),
+    "bits:4+2": CacheKind("keys 4 bits, values 2", lambda n: QuantizedCache(4, value_bits=2)),
     "window:half": CacheKind("window of a half", lambda n: SlidingWindowCache(n // 2 - 1)),
     "window:quarter": CacheKind("window of a quarter", lambda n: SlidingWindowCache(n // 4 - 1)),
     "sinks:quarter": CacheKind(

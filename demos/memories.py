@@ -41,8 +41,7 @@ class Memory:
     def nbytes(self, length: int) -> int:
         """Return the bytes of the cache after a text of `length` tokens."""
         cache = self.make_cache(length)
-        ids = torch.zeros(1, length, dtype=torch.long)
-        compress.read_in_pieces(self.model, cache, ids, self.chunk_length)
+        self.model(torch.zeros(1, length, dtype=torch.long), cache, last_only=True)
         return cache.nbytes
 
     def write(self, ids: Tensor, new_tokens: int, **options: Any) -> Tensor:

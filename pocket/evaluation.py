@@ -16,6 +16,7 @@ from load_gpt2_weights import load_model
 from pocket import coherence, corpus
 from pocket.recipes import Recipe, SegmentCache
 from support.statistics import kl
+from support.texts import rows_of_tokens
 
 
 @torch.inference_mode()
@@ -55,6 +56,14 @@ def held_out_rows(tokenizer: Encoding, n: int, length: int) -> list[list[int]]:
     for document in corpus.documents("test", n):
         tokens += [*tokenizer.encode_ordinary(document.text), tokenizer.eot_token]
     return [tokens[i : i + length] for i in range(0, len(tokens) - length + 1, length)]
+
+
+def unseen_texts(name: str, tokenizer: Encoding, count: int, length: int) -> list[list[int]]:
+    """Return at most `count` texts of `length` tokens that a model wasn't trained on: of the pocket
+    world for pocket's models, otherwise beginnings of the texts in data/real."""
+    if name.startswith("pocket"):
+        return held_out_rows(tokenizer, count * (length // 40 + 1), length)[:count]
+    return rows_of_tokens(tokenizer, length)[:count]
 
 
 def perplexity(model: nn.Module, tokenizer: Encoding, split: str) -> float:

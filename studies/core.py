@@ -405,6 +405,29 @@ def open_rows(study: str, args: argparse.Namespace, no_verdict_reason: str = "")
     return Rows(study, args.out, getattr(args, "again", ""), no_verdict_reason)
 
 
+def open_model_rows(
+    study: str,
+    args: argparse.Namespace,
+    recorded_models: Sequence[str],
+    difference: str | None = None,
+) -> Rows:
+    """Return the rows for a run with the model args.model. If it isn't one of the recorded ones,
+    its figures are shown in their place. difference: why there is no verdict, "" if there is one;
+    by default there is one for recorded models."""
+    is_recorded = args.model in recorded_models
+    if difference is None:
+        difference = "" if is_recorded else "run of another model"
+    rows, setting = open_rows(study, args, difference), {"model": args.model}
+    if is_recorded:
+        return rows
+    rows.definition["usual"] |= setting
+    if "model" in rows.definition.get("every", {}):
+        rows.definition["every"]["model"] = [args.model]
+    for claim in rows.definition["claims"]:
+        claim["at"] = claim.get("at", {}) | setting
+    return rows
+
+
 # --- Claims -----------------------------------------------------------------------------------------
 
 
@@ -637,17 +660,24 @@ def run_study(
     doc: str | None,
     study: str,
     quick: str,
-    measure: Callable[[Rows, bool], None],
+    measure: Callable[[Rows, Any], None],
     argv: list[str] | None = None,
     rows_of: str = "",
     again: bool = True,
+    recorded_models: Sequence[str] = (),
 ) -> None:
-    """Run a study that makes its own models, as its command line asks. quick: what --quick reduces
-    it to; measure: appends the rows, fewer if its second argument is true; rows_of: the study whose
-    rows and claims it uses, if not its own."""
-    with StudyLine(doc, study, quick, model="", out=rows_of, again=again).parse(argv) as args:
-        rows = open_rows(rows_of or study, args)
-        measure(rows, args.quick)
+    """Run a study as its command line asks. quick: what --quick reduces it to; rows_of: the study
+    whose rows and claims it uses, if not its own; recorded_models: those that it gives verdicts on,
+    if it takes --model; measure: appends the rows. Its second argument says whether to append fewer
+    of them; for a study that takes --model it is the command line's arguments."""
+    model = "--model" if recorded_models else ""
+    with StudyLine(doc, study, quick, model=model, out=rows_of, again=again).parse(argv) as args:
+        if recorded_models:
+            rows = open_model_rows(rows_of or study, args, recorded_models)
+            measure(rows, args)
+        else:
+            rows = open_rows(rows_of or study, args)
+            measure(rows, args.quick)
         report(rows)
 
 

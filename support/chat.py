@@ -33,6 +33,12 @@ def question_form(tokenizer: tiktoken.Encoding) -> str:
     )
 
 
+def has_question_form(tokenizer: tiktoken.Encoding) -> bool:
+    """Return whether a model has a form for questions, so that question_form() may be called."""
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    return has_template or not tokenizer.special_tokens_set.isdisjoint(QUESTION_FORMS)
+
+
 def rendered_question(template: str) -> str:
     """Return the form of a question that a template gives, without the token that begins every text. Raises ValueError
     if the template is broken, or doesn't show the question once.

@@ -1,18 +1,21 @@
 """Smaller caches beside the exact one: what they cost, what they lose, and where each breaks.
 
-`python3 -m studies.compression` takes about 20 minutes on one thread. Texts are read token
-by token, so that every prediction is made from compressed tokens. All of it is measured on pocket, a
-GPT-2, and on pocket-llama.
+`python3 -m studies.compression --model smollm2` measures SmolLM2-135M-Instruct on the texts in
+data/real, in an hour on one core; without --model, pocket, a GPT-2, and pocket-llama are measured
+on texts of their world, in 20 minutes. Texts are read token by token, so that every prediction is
+made from compressed tokens.
 
 Ways: those of compress.py, each sized for the text at hand; 2 bits the other way round (keys per
-token, values per channel); small norms from the third layer on; and, beside pocket, two models that
-were trained to hold less: a BCT, which writes to a memory, and grouped heads, which are
-pocket-llama with full attention. Metrics, on held-out texts of 512 tokens unless said:
+token, values per channel); small norms from the third layer on; a half of the tokens chosen by
+chance, with the first 4; and, beside pocket, two models that were trained to hold less: a BCT,
+which writes to a memory, and grouped heads, which are pocket-llama with full attention. Metrics, on
+texts of 512 tokens that the model wasn't trained on, unless said:
 
 kl, above           KL to the same model's predictions with full attention, in nats; the share by
-                    which perplexity exceeds that of pocket, or pocket-llama, with full attention
+                    which perplexity exceeds that of the model with full attention
 long                KL in the last 128 of 1,024 tokens
-facts               share of questions about facts stated early that are answered right
+facts               share of questions about facts stated in a text that are answered right; texts
+                    in data/real are read 16 tokens at once
 list                nats per token of a random list when it is read a second time
 each                bytes per token of a text of 512
 ms                  milliseconds to decode a token after 512
@@ -20,28 +23,33 @@ ms                  milliseconds to decode a token after 512
 Source: Liu et al. 2024 (KIVI); Devoto et al. 2024 (small norms).
 """
 
+import argparse
 import statistics
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
+import tiktoken
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import compress
-from demos.memories import Memory
+from demos.memories import SINKS, Memory
 from gpt_bounded_cache import BCT
 from gpt_kv_cache import GPT, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
-from pocket.evaluation import held_out_rows, score_answers
+from pocket.evaluation import score_answers, unseen_texts
 from studies.core import Rows, run_study
+from studies.facts import right_answers
 from support.conditions import random_model
 from support.statistics import bootstrap, kl, wilson_interval
 from support.timing import run_in_turns
 
+RECORDED_MODELS = ("pocket", "smollm2")
 TEXT_COUNT, FACT_COUNT, TURNS = 12, 75, 5  # how many
-LENGTH, LONG_LENGTH, LIST_LENGTH = 512, 1024, 48  # tokens
+LENGTH, LONG_LENGTH, LATE, LIST_LENGTH = 512, 1024, 128, 48  # tokens
 
 
 class SwappedAxesCache(compress.QuantizedCache):
@@ -52,6 +60,23 @@ class SwappedAxesCache(compress.QuantizedCache):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         v, k, mask = super().append(layer, v, k, pos)
         return k, v, mask
+
+
+class ChanceCache(compress.SmallNormCache):
+    """A cache of the first 4 tokens, the latest, and others by chance."""
+
+    def ranks(self, keys: Tensor) -> Tensor:
+        """Return as a number for each key one that stays the same and says nothing: the last bits
+        of one of its numbers. The first 4 tokens have the smallest."""
+        last_bits = keys[..., 0].float().view(torch.int32) & 0xFFF
+        last_bits[..., :SINKS] = -1
+        return last_bits
+
+
+def half_by_chance(length: int) -> KVCache:
+    """Return a cache that keeps half of a text's tokens by chance."""
+    sized_alike = compress.small_norm_cache(length, 2)
+    return ChanceCache(sized_alike.keep, sized_alike.recent)
 
 
 def small_norms_from_layer_three(length: int) -> KVCache:
@@ -66,6 +91,7 @@ CACHES = {way: kind.new_cache for way, kind in compress.CACHES.items()}
 CACHES |= {
     "swapped:2": lambda length: SwappedAxesCache(2),
     "norm:skip": small_norms_from_layer_three,
+    "chance:half": half_by_chance,
 }
 
 
@@ -73,49 +99,99 @@ CACHES |= {
 
 
 def token_nats(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return the loss (B, T - 1) of the predictions (B, T, V) of ids (B, T)."""
-    return F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
+    """Return the loss (B, T - 1) of the predictions (B, T, V) of ids (B, T), text by text to save
+    memory."""
+    losses = [
+        F.cross_entropy(of_text[:-1], text[1:], reduction="none")
+        for of_text, text in zip(logits, ids, strict=True)
+    ]
+    return torch.stack(losses)
+
+
+class Texts(NamedTuple):
+    """Texts that a model wasn't trained on, in tokens (B, T), and of random tokens, read twice."""
+
+    texts: Tensor
+    long_texts: Tensor
+    lists: Tensor
+
+
+def texts_for(name: str, tokenizer: tiktoken.Encoding, divisor: int) -> Texts:
+    """Return the texts for a model. divisor: what their numbers are divided by."""
+    text_count = TEXT_COUNT // divisor
+    long_count = text_count // 3 if name.startswith("pocket") else text_count
+    texts = unseen_texts(name, tokenizer, text_count, LENGTH)
+    long_texts = unseen_texts(name, tokenizer, max(1, long_count), LONG_LENGTH)
+    generator = torch.Generator().manual_seed(0)
+    shape = text_count, LIST_LENGTH
+    lists = torch.randint(256, tokenizer.n_vocab - 1, shape, generator=generator)
+    return Texts(torch.tensor(texts), torch.tensor(long_texts), lists.repeat(1, 2))
+
+
+def answer_facts(
+    name: str, reader: Memory, tokenizer: tiktoken.Encoding, divisor: int
+) -> tuple[int, int]:
+    """Return how many questions about facts are answered right, and of how many."""
+    if name.startswith("pocket"):
+        questions = corpus.recall_questions("test", FACT_COUNT // divisor)
+        share = score_answers(reader, tokenizer, questions)[1]
+        return round(share * len(questions)), len(questions)
+    right = right_answers(reader, tokenizer, divisor)
+    return sum(right), len(right)
+
+
+class Reading(NamedTuple):
+    """What a reader predicts: the logits (B, T, V) of the texts, and those of the last positions of
+    the long ones."""
+
+    logits: Tensor
+    late_logits: Tensor
+
+
+@torch.no_grad()
+def read_all(reader: Memory, texts: Texts) -> Reading:
+    """Let a reader read the texts and the long ones."""
+    return Reading(reader(texts.texts), late_logits(reader, texts.long_texts))
+
+
+def late_logits(reader: Memory, ids: Tensor) -> Tensor:
+    """Return the logits (B, LATE, V) of the last positions of ids (B, T)."""
+    cache = reader.make_cache(ids.size(1))
+    beginning, end = ids[:, :-LATE], ids[:, -LATE:]
+    for tokens in beginning.split(reader.chunk_length, dim=1):
+        reader.model(tokens, cache, last_only=True)
+    return compress.read_in_pieces(reader.model, cache, end, reader.chunk_length)[0]
+
+
+def divergence(expected: Tensor, logits: Tensor) -> list[float]:
+    """Return the mean KL(expected || logits) of each text, text by text to save memory."""
+    return [float(kl(*pair).mean()) for pair in zip(expected, logits, strict=True)]
 
 
 @torch.no_grad()
 def measure_quality(
-    rows: Rows, setting: dict[str, str], readers: dict[str, Memory], exact: Memory, divisor: int
+    rows: Rows, name: str, way: str, reader: Memory, texts: Texts, exact: Reading, divisor: int
 ) -> None:
-    """Append how much worse the ways predict than an exact reader. divisor: what the numbers of
-    texts and questions are divided by."""
-    tokenizer = load_tokenizer("pocket")
-    text_count = TEXT_COUNT // divisor
-    texts = torch.tensor(held_out_rows(tokenizer, 120, LENGTH)[:text_count])
-    long_texts = torch.tensor(held_out_rows(tokenizer, 90, LONG_LENGTH)[: max(1, text_count // 3)])
-    questions = corpus.recall_questions("test", FACT_COUNT // divisor)
-    generator = torch.Generator().manual_seed(0)
-    shape = text_count, LIST_LENGTH
-    lists = torch.randint(256, tokenizer.eot_token, shape, generator=generator)
-    lists = lists.repeat(1, 2)  # read twice
-    exact_logits, exact_late_logits = exact(texts), exact(long_texts)[:, -128:]
-    exact_nats = token_nats(exact_logits, texts).double()
-    for way, reader in readers.items():
-        logits = reader(texts)
-        reader_nats = token_nats(logits, texts).double()
-        more_nats = (reader_nats - exact_nats).mean(1)
-        perplexity_rise = bootstrap(more_nats, lambda nats: np.expm1(nats.mean(-1)))
-        rows.add_figures(way, setting, len(texts), above=perplexity_rise)
-        late_logits = reader(long_texts)[:, -128:]
-        reference, late_reference = exact_logits, exact_late_logits
-        if way == "grouped":  # it is exact itself
-            reference, late_reference = logits, late_logits
-        right_count = round(score_answers(reader, tokenizer, questions)[1] * len(questions))
-        rows.add_figures(
-            way, setting, len(questions), facts=wilson_interval(right_count, len(questions))
-        )
-        rows.add_values(
-            way,
-            setting,
-            kl=kl(reference, logits).mean(1).tolist(),
-            long=kl(late_reference, late_logits).mean(1).tolist(),
-            list=token_nats(reader(lists), lists)[:, LIST_LENGTH:].mean(1).tolist(),
-            each=[reader.nbytes(LENGTH) / LENGTH],
-        )
+    """Append how much worse a way predicts than the model `name` with full attention. divisor: what
+    the number of questions is divided by."""
+    tokenizer, setting = load_tokenizer(name), {"model": name}
+    reading = read_all(reader, texts)
+    more_nats = token_nats(reading.logits, texts.texts) - token_nats(exact.logits, texts.texts)
+    perplexity_rise = bootstrap(more_nats.double().mean(1), lambda nats: np.expm1(nats.mean(-1)))
+    reference = reading if way == "grouped" else exact  # those heads are exact themselves
+    right_count, question_count = answer_facts(name, reader, tokenizer, divisor)
+    rows.add_figures(way, setting, len(more_nats), above=perplexity_rise)
+    rows.add_figures(
+        way, setting, question_count, facts=wilson_interval(right_count, question_count)
+    )
+    rows.add_values(
+        way,
+        setting,
+        kl=divergence(reference.logits, reading.logits),
+        long=divergence(reference.late_logits, reading.late_logits),
+        list=token_nats(reader(texts.lists), texts.lists)[:, LIST_LENGTH:].mean(1).tolist(),
+        each=[reader.nbytes(LENGTH) / LENGTH],
+    )
 
 
 # --- Time -------------------------------------------------------------------------------------------
@@ -143,35 +219,42 @@ def measure_times(rows: Rows, setting: dict[str, str], model: nn.Module, turns: 
 # --- The study --------------------------------------------------------------------------------------
 
 
-def measure(rows: Rows, quick: bool) -> None:
+def measure(rows: Rows, args: argparse.Namespace) -> None:
     """Measure every figure that has no row yet."""
-    divisor, turns, chunk_length = (12, 1, 64) if quick else (1, TURNS, 1)
-    models = {name: load_model(name) for name in ("pocket", "pocket-llama")}
-    bct = load_model("pocket-bct", model_class=BCT)
+    divisor, turns, chunk_length = (6, 1, 64) if args.quick else (1, TURNS, 1)
+    names = ("pocket", "pocket-llama") if args.model == "pocket" else (args.model,)
+    models = {name: load_model(name, device=args.device, dtype=args.dtype) for name in names}
     for name, model in models.items():
-        setting = {"model": name}
         rows.set_model_conditions(
             name,
             model,
-            f"{TEXT_COUNT // divisor} held-out texts of {LENGTH} tokens, read by {chunk_length} at once",
+            f"{TEXT_COUNT // divisor} texts of {LENGTH} tokens, read by {chunk_length} at once",
         )
         readers = {
             way: Memory(way, model, new_cache, chunk_length) for way, new_cache in CACHES.items()
         }
-        exact = readers["full"]
         if name == "pocket":
+            bct = load_model("pocket-bct", model_class=BCT)
             readers["bct"] = Memory("bct", bct, lambda _: bct.new_cache(), chunk_length)
             llama = models["pocket-llama"]
             readers["grouped"] = Memory("grouped", llama, lambda _: KVCache(), chunk_length)
-        if due := rows.ways_due(readers, "kl", **setting):
-            measure_quality(rows, setting, {way: readers[way] for way in due}, exact, divisor)
-        measure_times(rows, setting, model, turns)
-    if not quick:
+        if due := rows.ways_due(readers, "kl", model=name):
+            texts = texts_for(name, load_tokenizer(name), divisor)
+            exact = read_all(readers["full"], texts)
+            for way in due:
+                measure_quality(rows, name, way, readers[way], texts, exact, divisor)
+        measure_times(rows, {"model": name}, model, turns)
+    if args.model == "pocket" and not args.quick:
         large = random_model(GPT, "124M")
         rows.set_model_conditions("124M, random weights", large)
         measure_times(rows, {"model": "124M"}, large, turns)
 
 
 main = partial(
-    run_study, __doc__, "compression", "fewer texts, read in pieces of 64 tokens", measure
+    run_study,
+    __doc__,
+    "compression",
+    "fewer texts, read in pieces of 64 tokens",
+    measure,
+    recorded_models=RECORDED_MODELS,
 )

@@ -39,7 +39,7 @@ from recycle import (
     prompt_lengths,
     read_prompts,
 )
-from studies.core import STUDIES_FOLDER, Rows, StudyLine, load_chosen_model, open_rows, report
+from studies.core import STUDIES_FOLDER, Rows, StudyLine, load_chosen_model, open_model_rows, report
 from support.cli import GEOMETRIES
 from support.conditions import is_geometry
 from support.encoders import load_encoder
@@ -234,12 +234,8 @@ def main(argv: list[str] | None = None) -> None:
         recycler = Recycler(Store(model, args.out / "cache"), tokenizer, encoder, ending)
         max_new_tokens = 5 if args.quick and args.model != RECORDED_MODELS[0] else NEW_TOKENS
         trial = Trial(recycler, test_prompts, max_new_tokens)
-        rows = open_rows("recycling", args, difference_to_recorded(args))
         setting = {"model": args.model}
-        if args.model not in RECORDED_MODELS:  # the claims are judged on this model
-            rows.definition["usual"] |= setting
-            for claim in rows.definition["claims"]:
-                claim["at"] = claim.get("at", {}) | setting
+        rows = open_model_rows("recycling", args, RECORDED_MODELS, difference_to_recorded(args))
         turns, config = 1 if args.quick else 5, model.config
         rows.set_model_conditions(
             name,

@@ -1,0 +1,41 @@
+"""Questions about facts in the texts of data/real, answered by a model with any cache."""
+
+import tiktoken
+import torch
+
+from compress import read_in_pieces
+from demos.memories import Memory
+from gpt_kv_cache import generate
+from support.prefix import common_prefix_length
+from support.printing import end_tokens_of
+from support.texts import encode_fact_question, read_questions, read_texts
+
+ANSWER_TOKENS = 16
+CHUNK_LENGTH = 16
+
+
+@torch.no_grad()
+def right_answers(memory: Memory, tokenizer: tiktoken.Encoding, divisor: int = 1) -> list[bool]:
+    """Return for each question whether the greedy answer, up to the end of its line, contains what
+    it must. A text is read once, CHUNK_LENGTH tokens at a time, and its questions are read on copies
+    of that cache. divisor: of how many questions one is asked."""
+    texts, right = read_texts(), []
+    device, end_ids = memory.wte.weight.device, end_tokens_of(tokenizer)
+    for name, questions in read_questions().items():
+        asked = questions[::divisor]
+        prompts = [
+            encode_fact_question(texts[name], question.question, tokenizer) for question in asked
+        ]
+        shared = min(common_prefix_length(prompts[0], prompt) for prompt in prompts)
+        shared = min(shared, *(len(prompt) - 1 for prompt in prompts))
+        cache = memory.make_cache(max(map(len, prompts)) + ANSWER_TOKENS)
+        beginning = torch.tensor([prompts[0][:shared]], device=device)
+        read_in_pieces(memory.model, cache, beginning, CHUNK_LENGTH)
+        for question, prompt in zip(asked, prompts, strict=True):
+            ids = torch.tensor([prompt], device=device)
+            tokens = generate(
+                memory.model, ids, ANSWER_TOKENS, stop_ids=end_ids, cache=cache.clone()
+            )
+            answer = tokenizer.decode([int(token) for token in tokens if int(token) not in end_ids])
+            right.append(question.answer.lower() in answer.strip().partition("\n")[0].lower())
+    return right

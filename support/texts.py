@@ -1,0 +1,49 @@
+"""The texts in data/real, of several kinds, and questions about the facts in six of them."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import tiktoken
+
+from support.chat import encode_question, has_question_form
+from support.files import read_csv, read_text
+
+FOLDER = Path(__file__).resolve().parent.parent / "data" / "real"
+INSTRUCTION = "Read this text and answer the question after it with a few words."
+
+
+class FactQuestion(NamedTuple):
+    """A question about a text, named by its file, and the words that a right answer contains."""
+
+    text: str
+    question: str
+    answer: str
+
+
+def read_texts() -> dict[str, str]:
+    """Return the texts by the names of their files, such as "story"."""
+    return {path.stem: read_text(path).strip() for path in sorted(FOLDER.glob("*.txt"))}
+
+
+def read_questions() -> dict[str, list[FactQuestion]]:
+    """Return the questions about each text that has any, by its name."""
+    questions: dict[str, list[FactQuestion]] = {}
+    for row in read_csv(FOLDER / "questions.csv", "text", "question", "answer"):
+        question = FactQuestion(row["text"], row["question"], row["answer"])
+        questions.setdefault(question.text, []).append(question)
+    return questions
+
+
+def rows_of_tokens(tokenizer: tiktoken.Encoding, length: int) -> list[list[int]]:
+    """Return the first `length` tokens of every text that has so many."""
+    texts = map(tokenizer.encode_ordinary, read_texts().values())
+    return [ids[:length] for ids in texts if len(ids) >= length]
+
+
+def encode_fact_question(text: str, question: str, tokenizer: tiktoken.Encoding) -> list[int]:
+    """Return the tokens of a question about a text, up to where its answer begins: in the form that
+    a chat model expects, otherwise as lines."""
+    prompt = f"{INSTRUCTION}\n\n{text}\n\nQuestion: {question}"
+    if has_question_form(tokenizer):
+        return encode_question(prompt, tokenizer)
+    return tokenizer.encode(f"{prompt}\nAnswer:", disallowed_special=())
