@@ -42,6 +42,7 @@ from support.statistics import bootstrap, mean_of_rows
 from support.tables import Table, page
 
 STUDIES_FOLDER = Path(__file__).resolve().parent
+REAL_MODEL = "smollm2"  # that quality is judged on
 MIN_VALUES_OF_INTERVAL = 4  # fewer don't show how they vary
 
 # How values become a figure; by default it is their mean. "perplexity" is given mean nats; an
@@ -153,7 +154,7 @@ def parse_way(text: str, setting: Setting) -> tuple[str, Setting]:
     way, *assignments = text.split("@")
     setting = dict(setting)
     for assignment in assignments:
-        key, value = assignment.split("=")
+        key, value = assignment.split("=", 1)
         setting[key] = int(value) if value.isdecimal() else value
     return way, setting
 
@@ -425,6 +426,9 @@ def open_model_rows(
         rows.definition["every"]["model"] = [args.model]
     for claim in rows.definition["claims"]:
         claim["at"] = claim.get("at", {}) | setting
+    columns = rows.definition["table"]["columns"]
+    for name, column in columns.items():
+        columns[name] = column.replace(f"model={REAL_MODEL}", f"model={args.model}")
     return rows
 
 
@@ -515,7 +519,7 @@ def judge_claim(rows: Rows, claim: dict[str, Any]) -> Claim:
     varied_key, places = None, [claim.get("at", {})]
     if "«" in claim["found"]:
         [(varied_key, values)] = rows.definition["every"].items()
-        places = [{varied_key: value} for value in values]
+        places = [claim.get("at", {}) | {varied_key: value} for value in values]
     source = rows.definition.get("sources", {}).get(claim.get("source"), rows.definition)
     first_rule = parse_rule(rows, claim["rules"][0].partition(" or ")[0])
     row = rows.find(first_rule.way, first_rule.metric, **places[0])

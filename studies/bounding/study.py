@@ -1,15 +1,20 @@
 """What the memories of gpt_bounded_cache.py remember: perplexity, BLEU and early facts, side by side.
 
-`python3 -m studies.bounding` takes about ten minutes on one thread; `studies.recall` and
-`studies.pretraining` add models that are built with a memory, and `studies.lengths` its time.
-`python3 gpt_bounded_cache.py` runs demo() below, which shows one text in all memories.
+`python3 -m studies.bounding` takes about ten minutes on one thread; `--model smollm2`, in ten
+minutes, reads the texts in data/real in windows, with and without sinks, by SmolLM2-135M-Instruct,
+which can't have a BCT's memory without training. `studies.recall` and `studies.pretraining` add
+models that are built with a memory, and `studies.lengths` its time. `python3 gpt_bounded_cache.py`
+shows one text in all memories.
 
-Ways: full attention; window and sinks, with as many bytes as a BCT's memory; ours, a BCT by our
-rule. Pocket is fine-tuned for ours; the other ways use it as it is. Metrics, on held-out texts:
+Ways: full attention; window and sinks, with as many bytes as a BCT's memory, or of as many tokens
+as the setting `window` says, sinks included; ours, a BCT by our rule. Pocket is fine-tuned for ours;
+the other ways use it as it is. Metrics, on held-out texts:
 
 perplexity, above   perplexity of documents, and the share by which it exceeds full attention's
 long                perplexity of texts longer than the context; in the setting tokens=n, of one
                     stretch of them that ends at token n
+text                perplexity of texts read whole, which all count alike: those in data/real, or
+                    texts of 1,024 tokens of the pocket world
 bleu, lost          BLEU of explanations against the corpus's own, and points below full attention's
 facts               share of questions about facts stated early that are answered right
 bytes               bytes of one text's cache
@@ -17,6 +22,7 @@ bytes               bytes of one text's cache
 Source: Yi et al. 2024 (BCT).
 """
 
+import argparse
 from collections.abc import Collection
 from functools import partial
 from itertools import count, pairwise
@@ -25,17 +31,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from demos.memories import Memory, memories_of
-from gpt_bounded_cache import context_start
-from load_gpt2_weights import load_tokenizer
+from demos.memories import SINKS, Memory, memories_of
+from gpt_bounded_cache import KVCache, SlidingWindowCache, context_start
+from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
-from pocket.evaluation import score_answers, token_losses
+from pocket.evaluation import score_answers, token_losses, unseen_texts
 from studies.core import Rows, Setting, run_study
 from support.printing import end_tokens_of
 from support.statistics import bleu, bleu_counts, bootstrap, perplexity, wilson_interval
+from support.texts import read_texts
 from support.tokenizers import END_OF_TEXT
+
+WINDOWS = (64, 128, 256, 512)  # tokens
+TEXT_COUNT = 12  # of pocket's texts that are read in windows
 
 
 class Size(NamedTuple):
@@ -170,7 +180,50 @@ def measure_long_texts(rows: Rows, memories: dict[str, Memory], tokenizer: Any, 
             rows.add_figures(way, {"tokens": end}, len(texts), long=[interval_perplexity])
 
 
-def measure(rows: Rows, quick: bool) -> None:
+@torch.no_grad()
+def measure_windows(rows: Rows, name: str, model: nn.Module, quick: bool) -> None:
+    """Append the perplexity of whole texts with full attention, and in windows with and without
+    sinks; each token is seen within the window, however the text is divided into passes."""
+    tokenizer, widths = load_tokenizer(name), WINDOWS[:2] if quick else WINDOWS
+    if name.startswith("pocket"):
+        texts = unseen_texts(name, tokenizer, TEXT_COUNT, 1024)
+    else:
+        texts = [tokenizer.encode_ordinary(text) for text in read_texts().values()]
+    texts = texts[: 2 if quick else None]
+    rows.set_model_conditions(
+        name, model, f"{len(texts)} texts of {min(map(len, texts))} to {max(map(len, texts))} tokens"
+    )
+    for width in widths:
+        setting = {"model": name, "window": width}
+        caches = {
+            "full": KVCache,
+            "window": partial(SlidingWindowCache, width),
+            "sinks": partial(SlidingWindowCache, width - SINKS, sinks=SINKS),
+        }
+        for way in rows.ways_due(caches, "text", **setting):
+            recorded = rows.find("full", "text", model=name, window=widths[0])
+            if way == "full" and recorded:  # it doesn't depend on the width
+                rows.add_values(way, setting, text=recorded["values"])
+                continue
+            memory = Memory(way, model, lambda _, new_cache=caches[way]: new_cache())
+            nats = [float(stream_losses(memory, ids_of(text, model)).mean()) for text in texts]
+            rows.add_values(way, setting, text=nats)
+
+
+def ids_of(tokens: list[int], model: nn.Module) -> Tensor:
+    """Return a text as a model reads it (1, T)."""
+    return torch.tensor([tokens], device=model.wte.weight.device)
+
+
+def measure(rows: Rows, args: argparse.Namespace) -> None:
+    """Append the figures of windows, and those of pocket's memories."""
+    model = load_model(args.model, device=args.device, dtype=args.dtype)
+    measure_windows(rows, args.model, model, args.quick)
+    if args.model == "pocket":
+        measure_memories(rows, args.quick)
+
+
+def measure_memories(rows: Rows, quick: bool) -> None:
     """Append the figures of pocket's memories."""
     size = QUICK if quick else Size()
     due = rows.ways_due(["full", "window", "sinks", "ours"], "long")
@@ -189,4 +242,11 @@ def measure(rows: Rows, quick: bool) -> None:
     measure_long_texts(rows, {way: memories[way] for way in due}, tokenizer, size)
 
 
-main = partial(run_study, __doc__, "bounding", "fewer and shorter texts", measure)
+main = partial(
+    run_study,
+    __doc__,
+    "bounding",
+    "fewer and shorter texts",
+    measure,
+    recorded_models=("pocket", "smollm2"),
+)
