@@ -1,7 +1,8 @@
 """Smaller caches for any GPT or Llama here: one holds fewer bits a number, one fewer tokens.
 
-`python3 compress.py` reads held-out texts with each cache, token by token, and prints what it costs
-and how far the predictions are from full attention's, in seconds.
+`python3 compress.py` reads texts with each cache and prints what it costs and how far the
+predictions are from full attention's, in seconds; `write` continues a prompt with one of them. Both
+take any GPT or Llama, such as `--model smollm2`.
 
     QuantizedCache   rounds keys and values to 8, 4 or 2 bits, as KIVI does
     SmallNormCache   keeps the older tokens whose keys are shortest, as Devoto et al. do
@@ -27,17 +28,24 @@ al. 2024, "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compressio
 
 from __future__ import annotations
 
+import argparse
 import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+import tiktoken
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from gpt_bounded_cache import PreallocatedCache, SlidingWindowCache
-from gpt_kv_cache import KVCache
+from gpt_kv_cache import KVCache, generate
+from support.files import read_text
+from support.prefix import common_prefix_length
+from support.printing import end_tokens_of, stream
 from support.statistics import kl
 from support.tables import table
 
@@ -368,15 +376,21 @@ CACHES = {
 
 @torch.no_grad()
 def read_in_pieces(
-    model: nn.Module, cache: KVCache, ids: Tensor, piece_length: int = 1
+    model: nn.Module,
+    cache: KVCache,
+    ids: Tensor,
+    piece_length: int = 1,
+    progress: tqdm | None = None,
 ) -> tuple[Tensor, list[float]]:
     """Read ids (B, T) in passes of piece_length tokens; return the logits (B, T, V) and the
-    milliseconds of each pass."""
+    milliseconds of each pass. progress: a bar that advances with every pass."""
     logits, milliseconds = [], []
     for tokens in ids.split(piece_length, dim=1):
         started = time.perf_counter()
         logits.append(model(tokens, cache))
         milliseconds.append(1000 * (time.perf_counter() - started))
+        if progress is not None:
+            progress.update()
     return torch.cat(logits, dim=1), milliseconds
 
 
@@ -385,59 +399,142 @@ def comparison_table(
 ) -> str:
     """Return a table of what reading ids (B, T) costs with each cache, and of how far its
     predictions in the second half are from those of the first cache, which must be full attention.
+    The first half is read in one pass, as a prompt is, and the second token by token.
 
     caches: for each, a name, a model, and a function that makes the cache for T tokens. Raises
     ValueError if logits aren't finite.
     """
     B, T = ids.shape
+    prompt, rest = ids.split([T // 2, T - T // 2], dim=1)
     rows, exact_logits = [], None
     # A warm-up: else the first cache pays for allocating memory, and takes twice the time.
     read_in_pieces(caches[0][1], KVCache(), ids, max(1, T // 4))
+    bar = tqdm(total=len(caches) * rest.size(1), unit=" tokens", leave=False, delay=2)
     for name, model, new_cache in caches:
         cache = new_cache(T)
-        logits, milliseconds = read_in_pieces(model, cache, ids)
+        read_in_pieces(model, cache, prompt, prompt.size(1))
+        logits, milliseconds = read_in_pieces(model, cache, rest, progress=bar)
         if not logits.isfinite().all():
             raise ValueError(f"logits aren't finite: activations overflow (in {logits.dtype})")
-        logits = logits[:, T // 2 :]
         if exact_logits is None:
             exact_logits = logits
         divergence = kl(exact_logits, logits).mean()
         agreement = (exact_logits.argmax(-1) == logits.argmax(-1)).float().mean()
-        bytes_per_token, median_ms = cache.nbytes / B / T, statistics.median(milliseconds[T // 2 :])
+        bytes_per_token, median_ms = cache.nbytes / B / T, statistics.median(milliseconds)
         figures = [f"{bytes_per_token:,.0f}", f"{divergence:.4f}", f"{agreement:.1%}"]
         rows.append([name, *figures, f"{median_ms:.2f}"])
+    bar.close()
     header = ["cache", "bytes a token", "KL to full, nats", "same next token", "ms a token"]
     return table(header, rows)
 
 
-def main(argv: list[str] | None = None) -> None:
-    from load_gpt2_weights import NAMES, load_model, load_tokenizer
-    from pocket.evaluation import held_out_rows
-    from support.cli import CommandLine, whole_number
+def text_rows(args: argparse.Namespace, tokenizer: tiktoken.Encoding) -> list[list[int]]:
+    """Return the texts to read, of args.tokens tokens each: the beginning of the file args.text, or
+    texts that the model wasn't trained on. Raises ValueError if there are none of that length."""
+    from pocket.evaluation import unseen_texts
 
-    cli = CommandLine(__doc__, "python3 %(prog)s --tokens 1000", NAMES)
-    cli.add_model_arguments()
-    cli.add_argument(
-        "--tokens", type=whole_number(64), default=288, metavar="N", help="tokens of each text"
-    )
-    with cli.parse(argv) as args:
-        model = load_model(args.model, device=args.device, dtype=args.dtype)
-        n_tokens = args.tokens
-        if n_tokens > model.context:
-            raise ValueError(
-                f"--tokens {n_tokens}: the context of {args.model} holds {model.context}"
-            )
-        rows = held_out_rows(load_tokenizer(args.model), 30, n_tokens)[:4]
-        ids = torch.tensor(rows, device=args.device)
-        caches = [(name, model, new_cache) for name, new_cache, _ in CACHES.values()]
-        print(f"""\
-{len(rows)} held-out texts of {n_tokens} tokens, read token by token, side by side:
+    if args.text is not None:
+        ids = tokenizer.encode(read_text(Path(args.text)), disallowed_special=())
+        if len(ids) < args.tokens:
+            raise ValueError(f"{args.text} has {len(ids)} tokens, and --tokens is {args.tokens}")
+        return [ids[: args.tokens]]
+    count = 4 if args.model.startswith("pocket") else 1  # within a minute
+    rows = unseen_texts(args.model, tokenizer, count, args.tokens)
+    if not rows:
+        raise ValueError(
+            f"no text in data/real has {args.tokens} tokens: give --text FILE, or fewer --tokens"
+        )
+    return rows
+
+
+def demo(model: nn.Module, rows: list[list[int]], where: str) -> None:
+    """Print a table of what all caches cost and lose on texts of equal length. where: what they
+    are."""
+    ids = torch.tensor(rows, device=model.wte.weight.device)
+    caches = [(name, model, new_cache) for name, new_cache, _ in CACHES.values()]
+    print(f"""\
+{where}, {len(rows)} x {ids.size(1)} tokens: the first half is read in one pass, the rest token by token.
 
 {comparison_table(caches, ids)}
 
 Full attention is exact, wherever its memory comes from. Rounding approximates every
 old token; windows, sinks and small norms forget whole ones. KL is of the second half.
 The full study, with what each remembers: python3 -m studies.compression""")
+
+
+def write(
+    model: nn.Module, tokenizer: tiktoken.Encoding, ids: Tensor, args: argparse.Namespace
+) -> None:
+    """Continue ids (1, T) with one cache and print the text; then say where full attention's text
+    differs."""
+    n_tokens = ids.size(1) + args.max_new_tokens
+    texts = {}
+    for way in dict.fromkeys([args.cache, "full"]):
+        cache = CACHES[way].new_cache(n_tokens)
+        generator = torch.Generator(args.device).manual_seed(args.seed)
+        tokens = generate(
+            model,
+            ids,
+            args.max_new_tokens,
+            cache=cache,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            stop_ids=end_tokens_of(tokenizer),
+            generator=generator,
+        )
+        if way == args.cache:
+            print(f"\n{args.prompt}", end="", flush=True)
+            texts[way], _ = stream(tokens, tokenizer, cache)
+        else:
+            texts[way] = [int(token) for token in tokens]
+    written, exact = texts[args.cache], texts["full"]
+    same = common_prefix_length(written, exact)
+    if CACHES[args.cache].exact:
+        print("[exact: full attention]")
+    elif written == exact:
+        print(f"[approximate; here full attention writes the same {same} tokens]")
+    else:
+        print(
+            f"[approximate: full attention goes on differently after {same} tokens:]\n"
+            f"{tokenizer.decode(exact[same:])}"
+        )
+
+
+def main(argv: list[str] | None = None) -> None:
+    from load_gpt2_weights import NAMES, load_model, load_tokenizer
+    from support.cli import CommandLine, whole_number
+
+    cli = CommandLine(__doc__, "python3 %(prog)s write --cache bits:4 --prompt 'Notes:'", NAMES)
+    comparison = cli.add_action("demo", "all caches, compared", default=True)
+    one_way = cli.add_action("write", "continue a prompt with one cache")
+    comparison.add_model_arguments()
+    comparison.add_argument(
+        "--tokens", type=whole_number(128), default=288, metavar="N", help="tokens of each text"
+    )
+    comparison.add_argument(
+        "--text",
+        metavar="FILE",
+        help="a text of your own; default: held-out ones of the pocket world, or those in data/real",
+    )
+    one_way.add_generation_arguments(trace=False)
+    one_way.add_chat_argument()
+    one_way.add_argument("--cache", default="bits:4", choices=[*CACHES], help="the cache")
+    with cli.parse(argv) as args:
+        model = load_model(args.model, device=args.device, dtype=args.dtype)
+        tokenizer = load_tokenizer(args.model)
+        if args.action == "write":
+            ids = torch.tensor([cli.encode_prompt(args, tokenizer)], device=args.device)
+            return write(model, tokenizer, ids, args)
+        if args.tokens > model.context:
+            raise ValueError(
+                f"--tokens {args.tokens}: the context of {args.model} holds {model.context}"
+            )
+        where = "From data/real"
+        if args.text is not None:
+            where = f"From {args.text}"
+        elif args.model.startswith("pocket"):
+            where = "Held-out texts of the pocket world"
+        demo(model, text_rows(args, tokenizer), where)
 
 
 if __name__ == "__main__":

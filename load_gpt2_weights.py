@@ -268,9 +268,9 @@ KIND_OF_MODEL_TYPE = {
 # Fields of LlamaConfig that the model_type decides.
 FIELDS_OF_MODEL_TYPE = {"qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
 SCRIPT_OF_KIND = {
-    "GPT-2": "gpt_kv_cache.py",
-    "Llama": "llama_kv_cache.py",
-    "BCT": "gpt_bounded_cache.py --memory bct",
+    "GPT-2": "gpt_kv_cache.py can read it",
+    "Llama": "llama_kv_cache.py, lecture 4, can read it, and compress.py write also in a window",
+    "BCT": "gpt_bounded_cache.py --memory bct can read it",
 }
 # Fields that every file has to give.
 REQUIRED = ("vocab_size", "n_ctx", "n_layer", "n_head", "n_embd")
@@ -340,7 +340,7 @@ def read_config(path: Path, config_class: type | None) -> Any:
     kind = KIND_OF_MODEL_TYPE[model_type]
     config_class = config_class or default_class(kind).config_class
     if kind != kind_of(config_class):
-        raise ValueError(f"{path} describes a {kind}: {SCRIPT_OF_KIND[kind]} can read it")
+        raise ValueError(f"{path} describes a {kind}: {SCRIPT_OF_KIND[kind]}")
     for key, supported in SUPPORTED["Llama" if kind == "Llama" else "GPT-2"].items():
         if key in content:
             check_choice(path, key, content[key], supported)

@@ -32,6 +32,13 @@ from tqdm import tqdm
 
 from gpt_kv_cache import KVCache, context_start, generate
 from load_gpt2_weights import NAMES, load_model, load_tokenizer
+from support.chat import (
+    ChatForm,
+    beginning_tokens,
+    chat_form,
+    encode_in_form,
+    has_chat_form,
+)
 from support.cli import CommandLine, whole_number, writable_folder
 from support.encoders import load_encoder
 from support.files import read_csv, write_csv
@@ -44,6 +51,8 @@ from support.tokenizers import END_OF_TEXT
 from support.tracing import Trace
 
 DATA = Path(__file__).resolve().parent / "data"
+LINES = ChatForm("", "Question: {}\nAnswer:", "\n")  # for models without a form of their own
+DIALOGUE = ChatForm("", f"{{}}{END_OF_TEXT}", END_OF_TEXT)  # DialoGPT's
 
 
 def prefilled_cache(model: nn.Module, ids: Sequence[int]) -> KVCache:
@@ -101,22 +110,27 @@ class Recycler:
     ensures that all cached KVs correspond exactly to the first k tokens" (section 3.1).
 
     encoder: turns N texts into unit vectors (N, C), as support.encoders.load_encoder() returns it.
-    All prompts of a store must be encoded by the same one. ending: text that is appended to a new
-    prompt but not to a stored one, such as the end of a turn.
+    All prompts of a store must be encoded by the same one. form: of a prompt, with {} in the place
+    of the text; what follows the text is left out of stored prompts.
     """
 
     store: Store
     tokenizer: tiktoken.Encoding
     encoder: Callable[[list[str]], np.ndarray]
-    ending: str = ""
+    form: str = "{}"
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text."""
-        return self.tokenizer.encode(text, allowed_special="all")
+        """Return the tokens of a prompt to store, up to the end of its text."""
+        before, _, _ = self.form.partition("{}")
+        return self.encode_in(before + "{}", text)
 
     def encode_new(self, text: str) -> list[int]:
-        """Return the tokens of a new prompt, with its ending."""
-        return self.encode(text + self.ending)
+        """Return the tokens of a new prompt."""
+        return self.encode_in(self.form, text)
+
+    def encode_in(self, form: str, text: str) -> list[int]:
+        """Return the tokens of a text in a form."""
+        return beginning_tokens(self.tokenizer) + encode_in_form(form, text, self.tokenizer)
 
     def store_prompt(self, text: str) -> None:
         """Store a prompt: its text, its ids, its cache and its embedding. "We run a single forward
@@ -203,9 +217,12 @@ class Outcome(NamedTuple):
     first_token_s: float
     reused_tokens: int
     cache_similarity: float | str  # of the nearest prompt; "" if the way looks for none
-    similarity: float  # of the embeddings of this text and the cold one
+    similarity: (
+        float | str
+    )  # of the embeddings of this text and the cold one; "" without an encoder of sentences
     same_tokens: int  # how many come before the first that differs from the cold text
     identical: bool  # to the cold text
+    length: int  # tokens of the text
 
 
 def prompt_files(model: str) -> list[Path]:
@@ -285,16 +302,22 @@ def compare_ways(recycler: Recycler, text: str, max_new_tokens: int) -> dict[str
             similarity=float(embeddings[0] @ embedding),  # the first is the cold one's
             same_tokens=common_prefix_length(ids, cold_ids),
             identical=ids == cold_ids,
+            length=len(ids),
         )
     return outcomes
 
 
 def demo(
-    recycler: Recycler, stored: list[str], tests: list[str], max_new_tokens: int, folder: Path
+    recycler: Recycler,
+    stored: list[str],
+    tests: list[str],
+    max_new_tokens: int,
+    folder: Path,
+    with_similarity: bool,
 ) -> None:
     """Run the source's protocol with one additional, long prompt; write baseline.csv and
     recycled.csv (section 4.4), and print how much time reuse saves and whether the texts stay the
-    same.
+    same. with_similarity: whether the encoder can compare answers; embeddings of tokens can't.
 
     Raises ValueError if a prompt leaves no room for the answer.
     """
@@ -307,13 +330,17 @@ def demo(
     for text in tqdm(prompts, desc="prompts", leave=False):
         if text == prompts[-1]:
             recycler.store_prompt(long_beginning)
-        results.append(compare_ways(recycler, text, max_new_tokens))
+        outcomes = compare_ways(recycler, text, max_new_tokens)
+        if not with_similarity:
+            outcomes = {way: outcome._replace(similarity="") for way, outcome in outcomes.items()}
+        results.append(outcomes)
     write_results(results, folder)
     prompt_header = ["prompt", "tokens", "reused: source", "ours"]
     prompt_header += ["text: source", "published", "ours"]
     prompt_rows = [prompt_row(*pair) for pair in zip(results, lengths, strict=True)]
-    way_header = ["way", "first token", "of the long one", "time saved", "similarity"]
-    way_header += ["the same text"]
+    way_header = ["way", "first token", "of the long one", "time saved", "the same text"]
+    if with_similarity:
+        way_header.append("similarity")
     print(f"""\
 The caches of {len(stored)} prompts are stored, and {len(tests)} others are answered; then a long one that begins \
 with all {len(stored)}.
@@ -322,9 +349,10 @@ with all {len(stored)}.
 {table(prompt_header, prompt_rows)}
 
 {table(way_header, [way_row(way, results) for way in WAYS])}
-
+{example_of_published(results)}
 First token: milliseconds, with retrieval and restoring. Time saved: to the last token, the mean over prompts
-(the source's S). Medians of 3, taken in turns. Similarity: the mean cosine of embeddings, to the cold text.
+whose texts are as long as the cold ones (the source's S). Medians of 3, taken in turns. Similarity: the mean cosine of
+embeddings, to the cold text; it needs an --encoder of sentences.
 Exact: cold, source, ours. The published call (transformers 4.45.2) is not: it skips tokens of the prompt,
 and uses positions twice.
 The source: "average latency decreased by roughly by 30-50%" (5.2); similarity "was 0.66–0.82, indicating near
@@ -348,20 +376,44 @@ def prompt_row(outcomes: dict[str, Outcome], length: int) -> list[str]:
     return cells
 
 
+def example_of_published(results: Sequence[dict[str, Outcome]]) -> str:
+    """Return the beginnings of the texts after the first prompt for which the published call writes another one than a
+    cold run, and how many cold texts are empty; "" if there is nothing to say."""
+    lines = []
+    empty = sum(not result["cold"].output.strip() for result in results)
+    if empty:
+        lines.append(
+            f"{empty} of {len(results)} cold texts are empty: the model may expect other prompts."
+        )
+    for result in results:
+        if not result["published"].identical:
+            lines.append(f"For example, after {result['cold'].prompt[:60]!r}:")
+            for way in ("cold", "published"):
+                lines.append(f"  {way + ':':<10} {result[way].output[:80]!r}")
+            break
+    return "".join(f"{line}\n" for line in ["", *lines])
+
+
 def way_row(way: str, results: Sequence[dict[str, Outcome]]) -> list[str]:
     """Return a table row for one of WAYS: its times, savings and similarity over all prompts, the
     last of which is the long one."""
     outcomes = [result[way] for result in results]
     first_token_s = statistics.mean(outcome.first_token_s for outcome in outcomes[:-1])
-    saved = [1 - result[way].latency_s / result["cold"].latency_s for result in results]  # S / 100
-    return [
+    saved = [  # S / 100
+        1 - result[way].latency_s / result["cold"].latency_s
+        for result in results
+        if result[way].length == result["cold"].length
+    ]
+    cells = [
         WAYS[way],
         f"{1e3 * first_token_s:.1f}",
         f"{1e3 * outcomes[-1].first_token_s:.1f}",
-        f"{statistics.mean(saved):z.0%}",
-        f"{statistics.mean(outcome.similarity for outcome in outcomes):.2f}",
+        f"{statistics.mean(saved):z.0%}" if saved else "-",
         f"{sum(outcome.identical for outcome in outcomes)} of {len(outcomes)}",
     ]
+    if outcomes[0].similarity != "":
+        cells.append(f"{statistics.mean(outcome.similarity for outcome in outcomes):.2f}")
+    return cells
 
 
 def write_results(results: Sequence[dict[str, Outcome]], folder: Path) -> None:
@@ -385,18 +437,19 @@ class Conversation:
     """A conversation in turns, each a question and its answer. Each turn reuses the stored cache of
     all turns before it.
 
-    dialogue: whether questions and answers end with <|endoftext|>, as DialoGPT's do; otherwise they
-    are lines of the form "Question: ..." and "Answer: ...".
+    form: how the model expects a conversation, or LINES. The header stays when turns are forgotten.
     """
 
     store: Store
     tokenizer: tiktoken.Encoding
     max_new_tokens: int
-    dialogue: bool
+    form: ChatForm = LINES
     trace: Trace | None = None
 
     def __post_init__(self) -> None:
         self.end_tokens = end_tokens_of(self.tokenizer)
+        self.header = beginning_tokens(self.tokenizer)
+        self.header += encode_in_form(self.form.header, "", self.tokenizer)
         self.turns: list[list[int]] = []
         self.tokens = 0  # of all questions so far, each with the turns before it
         self.reused_tokens = 0
@@ -409,9 +462,10 @@ class Conversation:
         prefilled_cache(self.store.model, [self.tokenizer.eot_token])  # a first pass is slow
         for line in lines:
             question = self.encode_question(line)
-            if len(question) + self.max_new_tokens > half:
+            length = len(self.header) + len(question)
+            if length + self.max_new_tokens > half:
                 print(
-                    f"[{len(question)} tokens and an answer of {self.max_new_tokens} don't fit in half "
+                    f"[{length} tokens and an answer of {self.max_new_tokens} don't fit in half "
                     f"the context, {half}]"
                 )
                 continue
@@ -426,17 +480,13 @@ class Conversation:
 
     def encode_question(self, line: str) -> list[int]:
         """Return the tokens of a line that was typed, up to where its answer begins."""
-        text = line.strip()
-        if not self.dialogue:
-            text = f"Question: {text}\nAnswer:"
-        ids = self.tokenizer.encode(text, disallowed_special=())  # a control token's name is text
-        return [*ids, self.tokenizer.eot_token] if self.dialogue else ids
+        return encode_in_form(self.form.question, line.strip(), self.tokenizer)
 
     def forget_oldest(self, question: list[int]) -> None:
         """If all turns, the question and its answer exceed the context, forget the oldest turns
         until the tokens to read fit in half the context."""
         n_ctx = self.store.model.config.n_ctx
-        length = sum(map(len, self.turns)) + len(question)
+        length = len(self.header) + sum(map(len, self.turns)) + len(question)
         if length + self.max_new_tokens <= n_ctx:
             return
         forgotten = 0
@@ -450,8 +500,7 @@ class Conversation:
 
     def answer(self, question: list[int]) -> None:
         """Write the answer to a question, print it and what reuse saved, and keep both as a turn."""
-        # The tokens that begin a text, if there are any, then all turns.
-        ids = self.tokenizer.encode("", allowed_special="all")
+        ids = [*self.header]
         for turn in [*self.turns, question]:
             ids += turn
         started = time.perf_counter()
@@ -483,16 +532,36 @@ class Conversation:
         prompt = torch.tensor([ids], device=model.wte.weight.device)
         for token in generate(model, prompt, self.max_new_tokens, stop_ids=ends, cache=cache):
             yield int(token)
-            if not self.dialogue and "\n" in self.tokenizer.decode([int(token)]):
+            if self.form is LINES and "\n" in self.tokenizer.decode([int(token)]):
                 return
 
     def with_end_of_turn(self, answer: list[int]) -> list[int]:
-        """Return an answer with the end of its turn, which is added if the answer was cut off."""
-        if self.dialogue:
-            return answer if answer[-1] in self.end_tokens else [*answer, self.tokenizer.eot_token]
-        if self.tokenizer.decode(answer[-1:]).endswith("\n"):
-            return answer
-        return answer + self.tokenizer.encode("\n")
+        """Return an answer with the end of its turn, whether it was written or cut off."""
+        if self.form is LINES:
+            ended = self.tokenizer.decode(answer[-1:]).endswith("\n")
+        else:
+            ended = False
+            answer = [token for token in answer if token not in self.end_tokens]
+        return answer if ended else answer + encode_in_form(self.form.end, "", self.tokenizer)
+
+
+def conversation_form(model: str, tokenizer: tiktoken.Encoding, system: str = "") -> ChatForm:
+    """Return how a model expects a conversation: LINES if it has no form of its own. Raises
+    ValueError if such a model is given a system prompt."""
+    if has_chat_form(tokenizer):
+        return chat_form(tokenizer, system)
+    if system:
+        raise ValueError(
+            f"{model} has no form for a system prompt: --system needs an Instruct model"
+        )
+    return DIALOGUE if "DialoGPT" in model else LINES
+
+
+def prompt_form(model: str, tokenizer: tiktoken.Encoding) -> str:
+    """Return the form of a single prompt, with {} in the place of the text, which stands alone for
+    models that only continue a text."""
+    form = conversation_form(model, tokenizer)
+    return "{}" if form is LINES else form.header + form.question
 
 
 def typed_lines(lines: Iterable[str]) -> Iterator[str]:
@@ -547,23 +616,26 @@ def main(argv: list[str] | None = None) -> None:
         metavar="BYTES",
         help="most bytes to keep on disk or in memory",
     )
+    talk.add_system_argument()
     talk.add_trace_argument()
     with cli.parse(argv) as args:
         if args.action == "chat" and args.fresh and args.store != talk.get_default("store"):
             raise ValueError(f"give --fresh or --store {args.store}, not both")
         model = load_model(args.model, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
-        dialogue = "DialoGPT" in args.model
         if args.action == "run":
             encoder = load_encoder(args.encoder, model, tokenizer)
             stored, tests = map(read_prompts, prompt_files(args.model))
-            ending = END_OF_TEXT if dialogue else ""
+            form = prompt_form(args.model, tokenizer)
             with tempfile.TemporaryDirectory(prefix="recycle-") as folder:
-                recycler = Recycler(Store(model, folder), tokenizer, encoder, ending)
-                return demo(recycler, stored, tests, args.max_new_tokens, args.out)
+                recycler = Recycler(Store(model, folder), tokenizer, encoder, form)
+                return demo(
+                    recycler, stored, tests, args.max_new_tokens, args.out, args.encoder != "tokens"
+                )
+        form = conversation_form(args.model, tokenizer, args.system)
         store = Store(model, None if args.fresh else args.store, args.capacity)
         trace = cli.trace(args, tokenizer, model, torch.empty(1, 0, dtype=torch.long))
-        conversation = Conversation(store, tokenizer, args.max_new_tokens, dialogue, trace)
+        conversation = Conversation(store, tokenizer, args.max_new_tokens, form, trace)
         conversation.chat(typed_lines(sys.stdin))
 
 

@@ -15,9 +15,7 @@ CHUNK_LENGTH = 16
 
 
 @torch.no_grad()
-def right_answers(
-    memory: Memory, tokenizer: tiktoken.Encoding, quick: bool = False
-) -> list[bool]:
+def right_answers(memory: Memory, tokenizer: tiktoken.Encoding, quick: bool = False) -> list[bool]:
     """Return for each question whether the greedy answer, up to the end of its line, contains what
     it must. A text is read once, CHUNK_LENGTH tokens at a time, and its questions are read on copies
     of that cache. quick: ask two questions about one text."""

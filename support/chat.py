@@ -2,46 +2,108 @@
 tokens tell which one it uses."""
 
 import re
+from collections.abc import Sequence
 from datetime import datetime
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import tiktoken
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# The form of a first question, up to where the answer begins, by a token that occurs in it.
-QUESTION_FORMS = {
+from support.prefix import common_prefix_length
+
+
+class ChatForm(NamedTuple):
+    """The form of a conversation: what begins it, a question up to where its answer begins, with {} in the place of the
+    text, and what ends an answer."""
+
+    header: str
+    question: str
+    end: str
+
+
+class FixedForm(NamedTuple):
+    """A form whose header holds a system prompt: the header, with {} in its place, the system prompt that a model adds by
+    itself ("" if none), and the other parts of a ChatForm."""
+
+    header: str
+    default_system: str
+    question: str
+    end: str
+
+
+# By a token that occurs in the form.
+FIXED_FORMS = {
     # Llama 3: a header for each message. Source: the model card, "Special Tokens used with Llama 3".
-    "<|start_header_id|>": "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "<|start_header_id|>": FixedForm(
+        "<|start_header_id|>system<|end_header_id|>\n\n{}<|eot_id|>",
+        "",
+        "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        "<|eot_id|>",
+    ),
     # ChatML, with the first message that SmolLM2's own template adds.
-    "<|im_start|>": "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by "
-    "Hugging Face<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
+    "<|im_start|>": FixedForm(
+        "<|im_start|>system\n{}<|im_end|>\n",
+        "You are a helpful AI assistant named SmolLM, trained by Hugging Face",
+        "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
+        "<|im_end|>\n",
+    ),
 }
+ANSWER = "An answer."
 
 
-def question_form(tokenizer: tiktoken.Encoding) -> str:
-    """Return the form of a question that a model expects, with {} in the place of the text. Raises
-    ValueError if the model has neither a template that says it, nor the tokens of QUESTION_FORMS."""
+def has_chat_form(tokenizer: tiktoken.Encoding) -> bool:
+    """Return whether a model has a form for questions, so that chat_form() may be called."""
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    return has_template or not tokenizer.special_tokens_set.isdisjoint(FIXED_FORMS)
+
+
+def chat_form(tokenizer: tiktoken.Encoding, system: str = "") -> ChatForm:
+    """Return the form of a conversation that a model expects, with a system prompt if one is given. Raises ValueError if
+    the model has neither a template that says it, nor the tokens of FIXED_FORMS."""
+    if "{}" in system:
+        raise ValueError("the system prompt may not contain {}")
     if getattr(tokenizer, "chat_template", None):
-        return rendered_question(tokenizer.chat_template)
-    for token, form in QUESTION_FORMS.items():
+        return template_form(tokenizer.chat_template, system)
+    for token, form in FIXED_FORMS.items():
         if token in tokenizer.special_tokens_set:
-            return form
+            system = system or form.default_system
+            header = form.header.replace("{}", system) if system else ""
+            return ChatForm(header, form.question, form.end)
     raise ValueError(
-        f"--chat needs a model whose tokens include {' or '.join(QUESTION_FORMS)}: this one answers no questions"
+        f"--chat needs a model whose tokens include {' or '.join(FIXED_FORMS)}: this one answers no questions"
     )
 
 
-def has_question_form(tokenizer: tiktoken.Encoding) -> bool:
-    """Return whether a model has a form for questions, so that question_form() may be called."""
-    has_template = bool(getattr(tokenizer, "chat_template", None))
-    return has_template or not tokenizer.special_tokens_set.isdisjoint(QUESTION_FORMS)
+def question_form(tokenizer: tiktoken.Encoding, system: str = "") -> str:
+    """Return the form of a first question that a model expects, with {} in the place of the text. Raises ValueError as
+    chat_form() does."""
+    form = chat_form(tokenizer, system)
+    return form.header + form.question
 
 
-def rendered_question(template: str) -> str:
-    """Return the form of a question that a template gives, without the token that begins every text. Raises ValueError
-    if the template is broken, or doesn't show the question once.
+def template_form(template: str, system: str = "") -> ChatForm:
+    """Return the form of a conversation that a template gives, without the token that begins every text. Raises
+    ValueError if the template is broken, or doesn't show the question once."""
+    before = [{"role": "system", "content": system}] if system else []
+    question = {"role": "user", "content": "{}"}
+    first = rendered_messages(template, [*before, question])
+    if first.count("{}") != 1:
+        raise ValueError(f"the model's chat template shows a question {first.count('{}')} times")
+    answered = [
+        {"role": "user", "content": "A question."},
+        {"role": "assistant", "content": ANSWER},
+    ]
+    later = rendered_messages(template, [*before, *answered, question]).partition(ANSWER)[2]
+    shared = first[len(first) - common_prefix_length(first[::-1], later[::-1]) :]
+    if "{}" not in shared:  # no later question: it looks different from the first
+        return ChatForm("", first, "")
+    return ChatForm(first.removesuffix(shared), shared, later.removesuffix(shared))
+
+
+def rendered_messages(template: str, messages: Sequence[dict[str, str]]) -> str:
+    """Return the text that a template makes of messages, up to where the next answer begins.
 
     Source: apply_chat_template() of transformers, for the functions that a template may call."""
     environment = ImmutableSandboxedEnvironment(
@@ -53,27 +115,34 @@ def rendered_question(template: str) -> str:
 
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = datetime.now().strftime
-    messages = [{"role": "user", "content": "{}"}]
     try:
-        form = environment.from_string(template).render(
+        return environment.from_string(template).render(
             messages=messages, add_generation_prompt=True, bos_token="", eos_token=""
         )
     except (TemplateError, TypeError) as error:
         raise ValueError(f"the model's chat template can't be used: {error}") from error
-    if form.count("{}") != 1:
-        raise ValueError(f"the model's chat template shows a question {form.count('{}')} times")
-    return form
 
 
-def encode_question(text: str, tokenizer: tiktoken.Encoding) -> list[int]:
-    """Return the tokens of a question in the form that a model expects. Control tokens come only
-    from the form: their names in the question are plain text. Raises ValueError as question_form()
-    does."""
-    ids = tokenizer.encode("", allowed_special="all")  # tokens that begin a text, if any
-    names = sorted(tokenizer.special_tokens_set, key=len, reverse=True)
-    for piece in re.split(f"({'|'.join(map(re.escape, names))})", question_form(tokenizer)):
+def encode_in_form(form: str, text: str, tokenizer: tiktoken.Encoding) -> list[int]:
+    """Return the tokens of a form with a text in the place of {}. Control tokens come only from the form: their names in
+    the text are plain text."""
+    ids, names = [], sorted(tokenizer.special_tokens_set, key=len, reverse=True)
+    pieces = re.split(f"({'|'.join(map(re.escape, names))})", form) if names else [form]
+    for piece in pieces:
         special = tokenizer.special_tokens_set.intersection([piece])
         ids += tokenizer.encode(
             piece.replace("{}", text), allowed_special=special, disallowed_special=()
         )
     return ids
+
+
+def beginning_tokens(tokenizer: tiktoken.Encoding) -> list[int]:
+    """Return the tokens that begin every text, if there are any."""
+    return tokenizer.encode("", allowed_special="all")
+
+
+def encode_question(text: str, tokenizer: tiktoken.Encoding, system: str = "") -> list[int]:
+    """Return the tokens of a question in the form that a model expects. Raises ValueError as
+    chat_form() does."""
+    form = question_form(tokenizer, system)
+    return beginning_tokens(tokenizer) + encode_in_form(form, text, tokenizer)

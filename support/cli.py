@@ -41,10 +41,12 @@ TAKEN_BY = {
     "--max-new-tokens": "gpt_kv_cache.py",
     "--trace": "gpt_kv_cache.py",
     "--chat": "llama_kv_cache.py",
+    "--system": "llama_kv_cache.py",
+    "--text": "compress.py demo",
     "--memory": "gpt_bounded_cache.py",
     "--slots": "gpt_bounded_cache.py",
     "--verify": "load_gpt2_weights.py",
-    "--tokens": "compress.py",
+    "--tokens": "compress.py demo",
     "--blocks": "paged.py serve",
     "--samples": "paged.py serve",
     "--policy": "overfill.py write",
@@ -191,18 +193,38 @@ class CommandLine(argparse.ArgumentParser):
 
     def add_chat_argument(self) -> None:
         """Add --chat (args.chat): the prompt is a question, which wrap_question() puts into the
-        model's own form."""
+        model's own form; and --system, which goes with it."""
         self.add_argument(
             "--chat",
             action="store_true",
             help="the prompt is a question to an Instruct model: wrap it in Llama 3's headers or ChatML",
         )
+        self.add_system_argument()
+
+    def add_system_argument(self) -> None:
+        """Add --system (args.system), the system prompt of a conversation."""
+        self.add_argument(
+            "--system",
+            default="",
+            type=utf8,
+            metavar="TEXT",
+            help="what an Instruct model is told before the conversation; default: what its form says",
+        )
+
+    def encode_prompt(self, args: argparse.Namespace, tokenizer: tiktoken.Encoding) -> list[int]:
+        """Return the tokens of the prompt, in the model's form with --chat. Raises ValueError if there is no such
+        form, or a system prompt without --chat."""
+        if args.chat:
+            return self.wrap_question(args, tokenizer)
+        if args.system:
+            raise ValueError("--system needs --chat")
+        return tokenizer.encode(args.prompt, allowed_special="all")
 
     def wrap_question(self, args: argparse.Namespace, tokenizer: tiktoken.Encoding) -> list[int]:
         """Put the prompt into the form that the model expects, and return its tokens. Raises ValueError if there is no
         such form."""
-        ids = encode_question(args.prompt, tokenizer)
-        args.prompt = question_form(tokenizer).replace("{}", args.prompt)
+        ids = encode_question(args.prompt, tokenizer, args.system)
+        args.prompt = question_form(tokenizer, args.system).replace("{}", args.prompt)
         return ids
 
     def add_cache_argument(self, default: type) -> None:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import tiktoken
 
-from support.chat import encode_question, has_question_form
+from support.chat import encode_question, has_chat_form
 from support.files import read_csv, read_text
 
 FOLDER = Path(__file__).resolve().parent.parent / "data" / "real"
@@ -44,6 +44,6 @@ def encode_fact_question(text: str, question: str, tokenizer: tiktoken.Encoding)
     """Return the tokens of a question about a text, up to where its answer begins: in the form that
     a chat model expects, otherwise as lines."""
     prompt = f"{INSTRUCTION}\n\n{text}\n\nQuestion: {question}"
-    if has_question_form(tokenizer):
+    if has_chat_form(tokenizer):
         return encode_question(prompt, tokenizer)
     return tokenizer.encode(f"{prompt}\nAnswer:", disallowed_special=())

@@ -305,7 +305,7 @@ def test_what_cannot_be_is_refused(make: Callable, says: str) -> None:
 
 
 def test_a_bare_run_compares_the_caches(capsys: pytest.CaptureFixture[str]) -> None:
-    compress.main(["--tokens", "96", "--device", "cpu"])
+    compress.main(["--tokens", "160", "--device", "cpu"])
     lines = [
         line.rsplit(maxsplit=4) for line in capsys.readouterr().out.splitlines() if "%" in line
     ]

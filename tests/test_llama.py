@@ -209,7 +209,7 @@ def test_what_a_llama_cannot_represent_is_one_sentence(
 
 def test_a_file_of_another_kind_names_its_reader(tmp_path: Path) -> None:
     reference(tmp_path)
-    with pytest.raises(ValueError, match=r"describes a Llama: llama_kv_cache\.py can read it"):
+    with pytest.raises(ValueError, match=r"describes a Llama: llama_kv_cache\.py, lecture 4"):
         load_model(str(tmp_path), model_class=GPT)
     with pytest.raises(ValueError, match=r"describes a GPT-2: gpt_kv_cache\.py can read it"):
         load_model("pocket", model_class=Llama)

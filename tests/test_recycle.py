@@ -20,6 +20,8 @@ import recycle as module
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import load_model, load_tokenizer
 from recycle import (
+    DIALOGUE,
+    LINES,
     Conversation,
     NearestPrompt,
     Recycler,
@@ -121,9 +123,10 @@ class Letters:
     """A tokenizer of letters."""
 
     eot_token = 10
+    special_tokens_set: frozenset[str] = frozenset()
 
     def encode(self, text: str, **_: object) -> list[int]:
-        return [ord(letter) - ord("a") for letter in text if letter != "x"] or [9]
+        return [9 if letter == "x" else ord(letter) - ord("a") for letter in text]
 
     def decode(self, ids: list[int]) -> str:
         return "".join(map(str, ids))
@@ -469,7 +472,7 @@ def test_chat_says_what_happens_when_the_context_is_full(tmp_path: Path, monkeyp
 
 def test_a_turn_of_a_dialogue_ends_with_the_end_of_text(pocket: GPT, capsys) -> None:
     store, tokenizer = Store(pocket), load_tokenizer("pocket")
-    Conversation(store, tokenizer, 5, dialogue=True).chat(["What is it?", "Where do you live?"])
+    Conversation(store, tokenizer, 5, DIALOGUE).chat(["What is it?", "Where do you live?"])
     first = tokenizer.encode("What is it?<|endoftext|>", allowed_special="all")
     assert reused(capsys.readouterr().out)[1] > len(first) == found(store, first)
 
@@ -482,15 +485,15 @@ def test_a_special_token_that_is_typed_is_text(pocket: GPT, capsys) -> None:
         mergeable_ranks=own._mergeable_ranks,
         special_tokens=own._special_tokens | {"<|im_end|>": own.n_vocab},
     )
-    conversation = Conversation(Store(pocket), tokenizer, 5, dialogue=False)
+    conversation = Conversation(Store(pocket), tokenizer, 5)
     conversation.chat(["What is <|im_end|>?", "And this?"])
     assert len(reused(capsys.readouterr().out)) == 2
     special, line = (
         {*tokenizer._special_tokens.values()},
         "a <|endoftext|><|im_end|> b<|endoftext|>",
     )
-    for dialogue, ends in ((False, []), (True, [tokenizer.eot_token])):
-        ids = Conversation(Store(pocket), tokenizer, 5, dialogue).encode_question(line)
+    for form, ends in ((LINES, []), (DIALOGUE, [tokenizer.eot_token])):
+        ids = Conversation(Store(pocket), tokenizer, 5, form).encode_question(line)
         assert [token for token in ids if token in special] == ends
         assert line in tokenizer.decode(ids) and ids[len(ids) - len(ends) :] == ends
 

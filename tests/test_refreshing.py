@@ -31,7 +31,7 @@ from studies.refreshing.study import (
     refresh_as_published,
     threshold_for,
 )
-from support.chat import QUESTION_FORMS
+from support.chat import FIXED_FORMS
 from support.statistics import entropy, kl
 from tests.helpers import LLAMA3, ROOT, refused, start, write_llama
 from tests.test_overfill import CONFIG, NARROW, model_of, prompts, run
@@ -199,7 +199,7 @@ def test_questions_are_cut_and_stand_in_the_models_own_form(tmp_path: Path) -> N
     questions = [f"Why is {word} so?" for word in ("a", "b c d e f g", "h", "i", "j")]
     (tmp_path / "q.csv").write_text("prompt\n" + "\n".join(questions))
     made = refreshing.load_prompts(tokenizer, str(tmp_path / "q.csv"), 9, 99, True)
-    form = QUESTION_FORMS["<|start_header_id|>"]
+    form = FIXED_FORMS["<|start_header_id|>"].question
     first = tokenizer.encode(form.format(questions[0]), allowed_special="all")
     assert made["valid"][0].tolist() == first  # the shortest is whole
     long = tokenizer.decode(made["test"][0].tolist())

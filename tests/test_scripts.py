@@ -213,7 +213,7 @@ def overflowing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "overfill write --student {teacher}",
         "speculate write --teacher {teacher}",
         "speculate write --student {teacher}",
-        "compress --model {teacher} --tokens 64",
+        "compress --model {teacher} --tokens 128",
     ],
 )
 def test_logits_that_overflow_are_one_sentence(

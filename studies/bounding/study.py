@@ -191,7 +191,9 @@ def measure_windows(rows: Rows, name: str, model: nn.Module, quick: bool) -> Non
         texts = [tokenizer.encode_ordinary(text) for text in read_texts().values()]
     texts = texts[: 2 if quick else None]
     rows.set_model_conditions(
-        name, model, f"{len(texts)} texts of {min(map(len, texts))} to {max(map(len, texts))} tokens"
+        name,
+        model,
+        f"{len(texts)} texts of {min(map(len, texts))} to {max(map(len, texts))} tokens",
     )
     for width in widths:
         setting = {"model": name, "window": width}

@@ -235,7 +235,7 @@ def measure(rows: Rows, args: argparse.Namespace) -> None:
         }
         if name == "pocket":
             bct = load_model("pocket-bct", model_class=BCT)
-            readers["bct"] = Memory("bct", bct, lambda _: bct.new_cache(), chunk_length)
+            readers["bct"] = Memory("bct", bct, lambda _, bct=bct: bct.new_cache(), chunk_length)
             llama = models["pocket-llama"]
             readers["grouped"] = Memory("grouped", llama, lambda _: KVCache(), chunk_length)
         if due := rows.ways_due(readers, "kl", model=name):

@@ -36,6 +36,7 @@ from recycle import (
     cache_by,
     generate_by,
     prompt_files,
+    prompt_form,
     prompt_lengths,
     read_prompts,
 )
@@ -230,8 +231,8 @@ def main(argv: list[str] | None = None) -> None:
         encoder = (
             load_encoder(args.encoder, model, tokenizer) if args.encoder else recorded_encoder()
         )
-        ending = END_OF_TEXT if "DialoGPT" in args.model else ""
-        recycler = Recycler(Store(model, args.out / "cache"), tokenizer, encoder, ending)
+        form = prompt_form(args.model, tokenizer)
+        recycler = Recycler(Store(model, args.out / "cache"), tokenizer, encoder, form)
         max_new_tokens = 5 if args.quick and args.model != RECORDED_MODELS[0] else NEW_TOKENS
         trial = Trial(recycler, test_prompts, max_new_tokens)
         setting = {"model": args.model}
