@@ -115,10 +115,23 @@ PUBLIC = {
     **{name: Checkpoint(name, weights=WEIGHTS_FILES[1]) for name in SHARDED_LLAMAS},
 }
 GPT2S = [name for name in (*POCKET, *PUBLIC) if name not in ("pocket-bct", *LLAMAS)]
-NAMES = f"a GPT-2: {', '.join(GPT2S)}; a Llama: {', '.join(LLAMAS)}; a folder; or a .gguf file"
+NAMES = (
+    f"a GPT-2: {', '.join(GPT2S)}; a Llama: {', '.join(LLAMAS)}; a folder; or a .gguf file; "
+    "NAME:int4 is the twin of one, with the weights of its blocks rounded to 4 bits"
+)
+TWIN = re.compile("(.+):int([2-8])")
 
 
 # --- From names to files --------------------------------------------------------------------------
+
+
+def split_twin(name_or_path: str) -> tuple[str, int]:
+    """Return the name of the model whose twin a name such as smollm2:int4 means, and the bits of the
+    twin's weights; 0 if the name isn't a twin's."""
+    match = TWIN.fullmatch(name_or_path)
+    if match is None or Path(name_or_path).exists():
+        return name_or_path, 0
+    return match[1], int(match[2])
 
 
 def find_file(name_or_path: str, filename: str) -> Path:
@@ -127,6 +140,7 @@ def find_file(name_or_path: str, filename: str) -> Path:
 
     Raises ValueError if the model is unknown, OSError if the file can't be found or downloaded.
     """
+    name_or_path, _ = split_twin(name_or_path)
     if name_or_path in PUBLIC:
         return download(PUBLIC[name_or_path], filename)
     if name_or_path == SMOLLM2:
@@ -517,7 +531,8 @@ def load_model(
     dtype: torch.dtype | str = torch.float32,
 ) -> nn.Module:
     """Return the model of a known name or of a folder in Hugging Face format, in eval mode.
-    "random:124M" is an untrained GPT-2 of this size.
+    "random:124M" is an untrained GPT-2 of this size, and "smollm2:int4" a twin, whose weights
+    round_weights() has rounded.
 
     model_class: the class to load; by default gpt_kv_cache.GPT or llama_kv_cache.Llama, as
     config.json says. The class must have no buffers. Every tensor in the files must match a
@@ -528,6 +543,10 @@ def load_model(
     files are mapped and copied tensor by tensor.
     Raises ValueError or OSError, in one sentence, if the model can't be found, read or represented.
     """
+    name_or_path, bits = split_twin(name_or_path)
+    if bits:
+        model = load_model(name_or_path, model_class=model_class, device=device, dtype=dtype)
+        return round_weights(model, bits)
     if name_or_path.startswith(RANDOM):
         model_class = model_class or default_class("GPT-2")
         if model_class.config_class().vocab_size != 50257:
@@ -554,6 +573,20 @@ def load_model(
             part.copy_(tensor)
             check_finite(name, part, tensor, name_or_path)
     return model.eval()
+
+
+@torch.no_grad()
+def round_weights(model: nn.Module, bits: int) -> nn.Module:
+    """Round the matrices of a model's blocks to `bits` bits, and return the model. The numbers that
+    make one output share a scale and a smallest number. The rounded numbers are held as before: a
+    twin is another model, not a smaller or faster one."""
+    for block in model.h:
+        for weight in block.parameters():
+            if weight.dim() == 2:  # (in, out)
+                low, high = weight.float().aminmax(dim=0, keepdim=True)
+                scale = ((high - low) / (2**bits - 1)).clamp_min(torch.finfo(torch.float32).tiny)
+                weight.copy_(((weight.float() - low) / scale).round() * scale + low)
+    return model
 
 
 def choose_dtype(tensors: dict[str, Tensor], device: torch.device | str) -> torch.dtype:
@@ -670,6 +703,7 @@ def load_tokenizer(name_or_path: str) -> tiktoken.Encoding:
 
     Raises ValueError or OSError, in one sentence, if there is none.
     """
+    name_or_path, _ = split_twin(name_or_path)
     if name_or_path.startswith(RANDOM):
         try:
             return gpt2_tokenizer()

@@ -31,15 +31,17 @@ import tiktoken
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from gpt_kv_cache import KVCache, check_options, context_start, generate, sample
 from load_gpt2_weights import NAMES, find_file, read_content
-from pair import Pair, load_pair, splice_last
+from pair import Pair, default_student, load_pair, splice_last
 from support.cli import CommandLine, whole_number
 from support.files import check_fields
 from support.printing import stream
 from support.statistics import entropy, kl
 from support.tables import table
+from support.texts import rows_of_tokens
 from support.timing import time_call
 from support.tracing import Trace
 
@@ -507,11 +509,21 @@ def tokens_per_second(tokens: Iterator[Tensor]) -> float:
     return len(written) / seconds
 
 
+def demo_prompts(name: str, tokenizer: tiktoken.Encoding) -> list[list[int]]:
+    """Return the beginnings of six documents of pocket's corpus or, for a model that isn't pocket's,
+    of three texts in data/real."""
+    from pocket import corpus  # which is all that this file needs of pocket
+
+    if name.startswith("pocket"):
+        return corpus.beginnings(tokenizer, "test", 6, 384)
+    return rows_of_tokens(tokenizer, 192)[::4]
+
+
 @torch.no_grad()
 def demo(
     teacher: nn.Module,
     student: nn.Module,
-    tokenizer: tiktoken.Encoding,
+    prompts: list[list[int]],
     policies: dict[str, Policy],
     new_tokens: int,
     seed: int,
@@ -520,12 +532,9 @@ def demo(
     teacher has sampled. Print how far their predictions are from the teacher's, the nearest first,
     and how fast each writes a text.
 
-    The texts begin as six documents of the corpus do. Raises ValueError if a beginning and the new
-    tokens exceed the context, or if there are fewer than 2 new tokens.
+    prompts: of equal length. Raises ValueError if a prompt and the new tokens exceed the context,
+    or if there are fewer than 2 new tokens.
     """
-    from pocket import corpus  # which is all that this file needs of pocket
-
-    prompts = corpus.beginnings(tokenizer, "test", 6, 384)
     prompt_length = len(prompts[0])
     n_ctx = min(teacher.config.n_ctx, student.config.n_ctx)
     if not 2 <= new_tokens <= n_ctx - prompt_length:
@@ -540,6 +549,7 @@ def demo(
     text = torch.cat([ids, continuation], 1)
     expected = teacher(text)[:, prompt_length:]  # (B, N, V)
     rows = []  # each with the divergence that it is sorted by
+    bar = tqdm(total=3 + len(policies), unit=" ways", leave=False, delay=2)
 
     def add_row(name: str, logits: Tensor, teacher_reads: str, speed: float) -> None:
         divergence = float(kl(expected, logits).mean())
@@ -547,6 +557,7 @@ def demo(
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets)
         figures = [f"{divergence:z.3f}", f"{loss.exp():.2f}", teacher_reads, f"{speed:.0f}"]
         rows.append((divergence, [name, *figures]))
+        bar.update()
 
     speed = tokens_per_second(generate(teacher, ids[:1], new_tokens))
     add_row("teacher", expected, f"{prompt_length} + {new_tokens - 1}", speed)
@@ -558,6 +569,7 @@ def demo(
         all_texts = RefreshedPair(teacher, student, ids)
         logits = torch.stack(list(read_along(all_texts, continuation, policy)), 1)
         add_row(name, logits, f"{prompt_length} + {int(pair.teacher_tokens)}", speed)
+    bar.close()
     rows.sort()
     header = ["", "KL to teacher", "perplexity", "teacher reads", "tokens/s"]
     print(f"""\
@@ -597,25 +609,25 @@ def main(argv: list[str] | None = None) -> None:
     one_way.add_argument(
         "--policy", default="periodic:64", metavar="P", help=f"when to refresh, {when}"
     )
+    one_way.add_chat_argument()
     for action in (comparison, one_way):
-        action.add_argument(
-            "--student", default="pocket-student", metavar="NAME", help="the model that decodes"
-        )
+        action.add_student_argument("the model that decodes")
     with cli.parse(argv) as args:
         names = [args.policy]
         if args.action == "demo" and args.policy.strip():
             names = args.policy.split()
         policies = {f"OverFill, {name}": parse_policy(name) for name in names}
+        student_name = args.student or default_student(args.model)
         teacher, student, tokenizer = load_pair(
-            args.model, args.student, device=args.device, dtype=args.dtype
+            args.model, student_name, device=args.device, dtype=args.dtype
         )
         for name, policy in policies.items():
             if isinstance(policy, MonteCarloDropout):
-                policies[name] = replace(policy, rate=trained_dropout(args.student))
+                policies[name] = replace(policy, rate=trained_dropout(student_name))
         if args.action == "demo":
-            return demo(teacher, student, tokenizer, policies, args.max_new_tokens, args.seed)
-        ids = [tokenizer.encode(args.prompt, allowed_special="all")]
-        ids = torch.tensor(ids, device=args.device)
+            prompts = demo_prompts(args.model, tokenizer)
+            return demo(teacher, student, prompts, policies, args.max_new_tokens, args.seed)
+        ids = torch.tensor([cli.encode_prompt(args, tokenizer)], device=args.device)
         policy, *_ = policies.values()
         pair = RefreshedPair(teacher, student, ids)
         tokens = generate_refreshed(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt_kv_cache import KVCache, context_start
-from load_gpt2_weights import load_model, load_tokenizer
+from load_gpt2_weights import load_model, load_tokenizer, split_twin
 from support.geometry import kv_heads, rotary_settings
 
 
@@ -122,6 +122,12 @@ class Pair:
         return self.teacher_cache.nbytes + self.student_cache.nbytes
 
 
+def default_student(teacher: str) -> str:
+    """Return the name of the student that a teacher has by default: pocket has a trained one, and
+    others their twin with weights of 4 bits, whose cache fits."""
+    return "pocket-student" if teacher == "pocket" else f"{teacher}:int4"
+
+
 def load_pair(
     teacher: str,
     student: str,
@@ -146,5 +152,11 @@ def load_pair(
         print(
             f"[the cache of {teacher} doesn't fit {student} ({difference}), which reads everything itself: "
             f"{consequence}]"
+        )
+    _, bits = split_twin(student)
+    if bits:
+        print(
+            f"[{student} is {split_twin(student)[0]} with weights rounded to {bits} bits; they are held as before, so "
+            "that it is no faster]"
         )
     return *models, tokenizer

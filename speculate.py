@@ -23,9 +23,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import tiktoken
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from tqdm import tqdm
 
 from gpt_kv_cache import (
     GPT,
@@ -36,9 +38,10 @@ from gpt_kv_cache import (
     keep_top_k,
     sample,
 )
-from pair import Pair, load_pair
+from pair import Pair, default_student, load_pair
 from support.printing import end_tokens_of, stream
 from support.tables import table
+from support.texts import encode_prompt, read_prompts_of_kind
 from support.timing import run_in_turns, time_call
 
 
@@ -258,8 +261,9 @@ def demo(
     prompts: list[Tensor],
     max_new_tokens: int,
     drafter: Drafter,
-    large_seconds: dict[int, float],
-    draft_seconds: float,
+    stop_ids: Collection[int] = (),
+    large_seconds: dict[int, float] | None = None,
+    draft_seconds: float = 0.0,
 ) -> None:
     """Print what drafts of several lengths save a teacher and its student, beside the teacher
     alone.
@@ -268,51 +272,121 @@ def demo(
     teacher is assumed to accept as many tokens. draft_seconds: the time to draft one token.
     """
     teacher, student = models
+    bar = tqdm(total=len(prompts) * (2 + len(DRAFT_LENGTHS)), unit=" texts", leave=False, delay=2)
     for ids in prompts:
         list(generate(teacher, ids, max_new_tokens))  # a process's first passes are slow
-    total = max_new_tokens * len(prompts)
+        bar.update()
 
     def write_all(k: int, counts: DraftCounts) -> list[list[int]]:
         texts = []
         for ids in prompts:
             if k:
                 pair = Pair(teacher, student, ids)
-                tokens = speculate(pair, max_new_tokens, k, drafter, counts)
+                tokens = speculate(pair, max_new_tokens, k, drafter, counts, stop_ids=stop_ids)
             else:
-                tokens = generate(teacher, ids, max_new_tokens)
+                tokens = generate(teacher, ids, max_new_tokens, stop_ids=stop_ids)
             texts.append([int(token) for token in tokens])
+            bar.update()
         return texts
 
     rows = []
     for k in (0, *DRAFT_LENGTHS):
         counts = DraftCounts()
         seconds, texts = time_call(partial(write_all, k, counts))
+        total = sum(map(len, texts))
         if k:
             name, share = f"drafts of {k}", f"{counts.accepted / max(1, counts.drafted):.0%}"
         else:
             name, share, teacher_texts = "the teacher alone", "", texts
             counts.passes = total - len(prompts)  # a text's first token is the prefill's
         same = sum(text == other for text, other in zip(texts, teacher_texts, strict=True))
-        at_large = counts.passes * large_seconds[k + 1] + counts.drafted * draft_seconds
-        rows.append(
-            [
-                name,
-                f"{total / seconds:.0f}",
-                f"{1000 * counts.passes / total:.0f}",
-                share,
-                f"{same} of {len(prompts)}",
-                f"{total / at_large:.0f}",
-            ]
-        )
+        cells = [
+            name,
+            f"{total / seconds:.0f}",
+            f"{1000 * counts.passes / total:.0f}",
+            share,
+            f"{same} of {len(prompts)}",
+        ]
+        if large_seconds:
+            at_large = counts.passes * large_seconds[k + 1] + counts.drafted * draft_seconds
+            cells.append(f"{total / at_large:.0f}")
+        rows.append(cells)
+    bar.close()
     header = ["", "tokens/s", "passes in 1,000 tokens", "drafts stay", "the teacher's text"]
-    print(table([*header, "tokens/s at 124M"], rows[::-1]))
+    if large_seconds:
+        header.append("tokens/s at 124M")
+    print(table(header, rows[::-1]))
+
+
+def demo_of_pocket(
+    models: tuple[torch.nn.Module, torch.nn.Module],
+    tokenizer: tiktoken.Encoding,
+    max_new_tokens: int,
+) -> None:
+    """Print demo() of texts of the pocket world: lists that are said again, and beginnings."""
+    from pocket import corpus
+    from support.conditions import random_model
+
+    device = models[0].wte.weight.device
+    lists = sorted(corpus.repeated_lists("test", 7), key=lambda texts: -len(texts[1]))
+    list_beginnings = [tokenizer.encode(beginning) for beginning, _ in lists[:3]]
+    large_seconds = pass_seconds(random_model(GPT, "124M").to(device))
+    for drafter, prompts, draft_seconds, description in (
+        (
+            draft_from_text,
+            list_beginnings,
+            0.0,
+            "that say a list again: drafts are copied from the text",
+        ),
+        (
+            draft_by_student,
+            corpus.beginnings(tokenizer, "test", 3, 192),
+            pass_seconds(models[1])[1],
+            "of stories and dialogues: the student drafts",
+        ),
+    ):
+        print(f"3 texts of {max_new_tokens} tokens {description}\n")
+        tensors = [torch.tensor([ids], device=device) for ids in prompts]
+        demo(models, tensors, max_new_tokens, drafter, (), large_seconds, draft_seconds)
+        print()
+    print(f"""\
+The last column: as if a pass of the teacher took GPT-2 124M's time (random weights), here {1000 * large_seconds[1]:.0f} ms
+over 1 token and {1000 * large_seconds[9]:.0f} over 9, and drafts their own.
+The full study: python3 -m studies.speculation""")
+
+
+def demo_of_prompts(
+    models: tuple[torch.nn.Module, torch.nn.Module],
+    tokenizer: tiktoken.Encoding,
+    max_new_tokens: int,
+    student_name: str,
+) -> None:
+    """Print demo() of prompts in data/real: texts to be rewritten, and open ones."""
+    device, stop_ids = models[0].wte.weight.device, end_tokens_of(tokenizer)
+    for kind, drafter, description in (
+        (
+            "rewrite",
+            draft_from_text,
+            "a text is written again with changes: drafts are copied from it",
+        ),
+        ("open", draft_from_text, "an open task: drafts are copied from the text so far"),
+        ("open", draft_by_student, f"an open task: {student_name} drafts"),
+    ):
+        prompts = read_prompts_of_kind(kind)[:2]
+        print(f"2 answers of at most {max_new_tokens} tokens, {description}\n")
+        ids = [encode_prompt(prompt, tokenizer) for prompt in prompts]
+        tensors = [torch.tensor([tokens], device=device) for tokens in ids]
+        demo(models, tensors, max_new_tokens, drafter, stop_ids)
+        print()
+    print("""\
+Exact: every text is the teacher's own. Drafts save passes of the teacher, and time only where they cost less than
+these passes do.
+The full study: python3 -m studies.speculation --model NAME""")
 
 
 def main(argv: list[str] | None = None) -> None:
-    from load_gpt2_weights import NAMES
-    from pocket import corpus
+    from load_gpt2_weights import NAMES, load_model, load_tokenizer
     from support.cli import CommandLine, whole_number
-    from support.conditions import random_model
 
     cli = CommandLine(__doc__, "python3 %(prog)s write --draft 8 --prompt 'Notes:'", NAMES)
     comparison = cli.add_action("demo", "drafts of several lengths, compared", default=True)
@@ -320,10 +394,9 @@ def main(argv: list[str] | None = None) -> None:
     comparison.add_model_arguments("--teacher")
     comparison.add_length_argument(64)
     one_way.add_generation_arguments("--teacher", trace=False)
+    one_way.add_chat_argument()
     for action in (comparison, one_way):
-        action.add_argument(
-            "--student", default="pocket-student", metavar="NAME", help="the model that drafts"
-        )
+        action.add_student_argument("the model that drafts")
     one_way.add_argument(
         "--draft", default=8, type=whole_number(1), metavar="K", help="tokens per draft"
     )
@@ -331,16 +404,21 @@ def main(argv: list[str] | None = None) -> None:
         "--by", default="student", choices=[*DRAFTERS], help="where drafts come from"
     )
     with cli.parse(argv) as args:
-        teacher, student, tokenizer = load_pair(
-            args.model,
-            args.student,
-            consequence="the text is the teacher's all the same",
-            device=args.device,
-            dtype=args.dtype,
-        )
+        student_name = args.student or default_student(args.model)
+        options = {"device": args.device, "dtype": args.dtype}
+        if args.action == "write" and args.by == "text" and args.student is None:
+            teacher, tokenizer = load_model(args.model, **options), load_tokenizer(args.model)
+            student = teacher  # which isn't asked for drafts
+        else:
+            teacher, student, tokenizer = load_pair(
+                args.model,
+                student_name,
+                consequence="the text is the teacher's all the same",
+                **options,
+            )
         if args.action == "write":
-            ids = [tokenizer.encode(args.prompt, allowed_special="all")]
-            pair = Pair(teacher, student, torch.tensor(ids, device=args.device))
+            ids = torch.tensor([cli.encode_prompt(args, tokenizer)], device=args.device)
+            pair = Pair(teacher, student, ids)
             counts = DraftCounts()
             print(f"\n{args.prompt}", end="", flush=True)
             tokens = speculate(
@@ -361,32 +439,9 @@ def main(argv: list[str] | None = None) -> None:
             )
         if args.max_new_tokens < 2:
             raise ValueError(f"the demo compares at least 2 tokens, got {args.max_new_tokens}")
-        lists = sorted(corpus.repeated_lists("test", 7), key=lambda texts: -len(texts[1]))
-        list_beginnings = [tokenizer.encode(beginning) for beginning, _ in lists[:3]]
-        large_seconds = pass_seconds(random_model(GPT, "124M").to(args.device))
-        for drafter, prompts, draft_seconds, description in (
-            (
-                draft_from_text,
-                list_beginnings,
-                0.0,
-                "that say a list again: drafts are copied from the text",
-            ),
-            (
-                draft_by_student,
-                corpus.beginnings(tokenizer, "test", 3, 192),
-                pass_seconds(student)[1],
-                "of stories and dialogues: the student drafts",
-            ),
-        ):
-            print(f"3 texts of {args.max_new_tokens} tokens {description}\n")
-            tensors = [torch.tensor([ids], device=args.device) for ids in prompts]
-            models = (teacher, student)
-            demo(models, tensors, args.max_new_tokens, drafter, large_seconds, draft_seconds)
-            print()
-        print(f"""\
-The last column: as if a pass of the teacher took GPT-2 124M's time (random weights), here {1000 * large_seconds[1]:.0f} ms
-over 1 token and {1000 * large_seconds[9]:.0f} over 9, and drafts their own.
-The full study: python3 -m studies.speculation""")
+        if args.model.startswith("pocket"):
+            return demo_of_pocket((teacher, student), tokenizer, args.max_new_tokens)
+        demo_of_prompts((teacher, student), tokenizer, args.max_new_tokens, student_name)
 
 
 if __name__ == "__main__":

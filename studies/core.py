@@ -43,6 +43,7 @@ from support.tables import Table, page
 
 STUDIES_FOLDER = Path(__file__).resolve().parent
 REAL_MODEL = "smollm2"  # that quality is judged on
+RECORDED_MODELS = ("pocket", REAL_MODEL)
 MIN_VALUES_OF_INTERVAL = 4  # fewer don't show how they vary
 
 # How values become a figure; by default it is their mean. "perplexity" is given mean nats; an
@@ -411,15 +412,17 @@ def open_model_rows(
     args: argparse.Namespace,
     recorded_models: Sequence[str],
     difference: str | None = None,
+    setting: Setting | None = None,
 ) -> Rows:
-    """Return the rows for a run with the model args.model. If it isn't one of the recorded ones,
-    its figures are shown in their place. difference: why there is no verdict, "" if there is one;
-    by default there is one for recorded models."""
+    """Return the rows for a run with the model args.model. Without a verdict, its figures are shown
+    in the place of the recorded ones. difference: why there is no verdict, "" if there is one; by
+    default there is one for recorded models. setting: of its figures, by default the model."""
     is_recorded = args.model in recorded_models
     if difference is None:
         difference = "" if is_recorded else "run of another model"
-    rows, setting = open_rows(study, args, difference), {"model": args.model}
-    if is_recorded:
+    rows, setting = open_rows(study, args, difference), setting or {"model": args.model}
+    usual_model = rows.definition["usual"].get("model")
+    if args.model == usual_model or is_recorded and not rows.no_verdict_reason:
         return rows
     rows.definition["usual"] |= setting
     if "model" in rows.definition.get("every", {}):

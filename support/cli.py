@@ -227,6 +227,15 @@ class CommandLine(argparse.ArgumentParser):
         args.prompt = question_form(tokenizer, args.system).replace("{}", args.prompt)
         return ids
 
+    def add_student_argument(self, about: str) -> None:
+        """Add --student (args.student), None if it isn't given. about: what it does."""
+        self.add_argument(
+            "--student",
+            metavar="NAME",
+            help=f"{about}; default: pocket-student for pocket, else NAME:int4, the teacher's twin "
+            "with weights of 4 bits",
+        )
+
     def add_cache_argument(self, default: type) -> None:
         """Add --cache (args.cache): a class, by default this one, or the class Cache of a Python file."""
         self.add_argument(

@@ -75,6 +75,12 @@ def wilson_interval(k: int, n: int) -> tuple[float, float, float]:
     return share, max(0.0, (centre - half_width) / scale), min(1.0, (centre + half_width) / scale)
 
 
+def repetition(ids: Sequence[int], n: int = 3) -> float:
+    """Return the share of a text's n-grams of tokens that have occurred in it before; 0 if it has none."""
+    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+    return 1 - len({*grams}) / len(grams) if grams else 0.0
+
+
 def rouge_l(answer: str, reference: str) -> float:
     """Return ROUGE-L: F1 of the longest common subsequence of words (Lin 2004, section 3.1)."""
     words, expected = answer.lower().split(), reference.lower().split()

@@ -1,4 +1,4 @@
-"""The texts in data/real, of several kinds, and questions about the facts in six of them."""
+"""The texts in data/real, of several kinds, questions about the facts in six of them, and prompts."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -34,6 +34,19 @@ def read_questions() -> dict[str, list[FactQuestion]]:
     return questions
 
 
+def read_prompts_of_kind(kind: str) -> list[str]:
+    """Return the prompts that ask for a text of one kind: "open", or "rewrite", to repeat a text with changes."""
+    rows = read_csv(FOLDER / "prompts.csv", "kind", "prompt")
+    return [row["prompt"] for row in rows if row["kind"] == kind]
+
+
+def encode_prompt(prompt: str, tokenizer: tiktoken.Encoding) -> list[int]:
+    """Return the tokens of a prompt, in the form that a chat model expects."""
+    if has_chat_form(tokenizer):
+        return encode_question(prompt, tokenizer)
+    return tokenizer.encode(prompt, disallowed_special=())
+
+
 def rows_of_tokens(tokenizer: tiktoken.Encoding, length: int) -> list[list[int]]:
     """Return the first `length` tokens of every text that has so many."""
     texts = map(tokenizer.encode_ordinary, read_texts().values())
@@ -44,6 +57,4 @@ def encode_fact_question(text: str, question: str, tokenizer: tiktoken.Encoding)
     """Return the tokens of a question about a text, up to where its answer begins: in the form that
     a chat model expects, otherwise as lines."""
     prompt = f"{INSTRUCTION}\n\n{text}\n\nQuestion: {question}"
-    if has_chat_form(tokenizer):
-        return encode_question(prompt, tokenizer)
-    return tokenizer.encode(f"{prompt}\nAnswer:", disallowed_special=())
+    return encode_prompt(prompt if has_chat_form(tokenizer) else f"{prompt}\nAnswer:", tokenizer)

@@ -198,7 +198,7 @@ def test_questions_are_cut_and_stand_in_the_models_own_form(tmp_path: Path) -> N
     tokenizer = load_tokenizer(str(tmp_path))
     questions = [f"Why is {word} so?" for word in ("a", "b c d e f g", "h", "i", "j")]
     (tmp_path / "q.csv").write_text("prompt\n" + "\n".join(questions))
-    made = refreshing.load_prompts(tokenizer, str(tmp_path / "q.csv"), 9, 99, True)
+    made = refreshing.load_prompts("a folder", tokenizer, str(tmp_path / "q.csv"), 9, 99, True)
     form = FIXED_FORMS["<|start_header_id|>"].question
     first = tokenizer.encode(form.format(questions[0]), allowed_special="all")
     assert made["valid"][0].tolist() == first  # the shortest is whole
@@ -212,7 +212,6 @@ def test_questions_are_cut_and_stand_in_the_models_own_form(tmp_path: Path) -> N
     [
         ("--prompts nothing.csv", "nothing.csv"),
         ("--prompts {few}", "2 prompts: at least 5"),
-        ("--teacher gpt2", "--prompts"),
         ("--chat", "--prompts"),
     ],
 )

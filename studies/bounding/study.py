@@ -38,7 +38,7 @@ from gpt_bounded_cache import KVCache, SlidingWindowCache, context_start
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import score_answers, token_losses, unseen_texts
-from studies.core import Rows, Setting, run_study
+from studies.core import RECORDED_MODELS, Rows, Setting, run_study
 from support.printing import end_tokens_of
 from support.statistics import bleu, bleu_counts, bootstrap, perplexity, wilson_interval
 from support.texts import read_texts
@@ -250,5 +250,5 @@ main = partial(
     "bounding",
     "fewer and shorter texts",
     measure,
-    recorded_models=("pocket", "smollm2"),
+    recorded_models=RECORDED_MODELS,
 )

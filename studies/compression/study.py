@@ -41,13 +41,12 @@ from gpt_kv_cache import GPT, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import score_answers, unseen_texts
-from studies.core import Rows, run_study
+from studies.core import RECORDED_MODELS, Rows, run_study
 from studies.facts import right_answers
 from support.conditions import random_model
 from support.statistics import bootstrap, kl, wilson_interval
 from support.timing import run_in_turns
 
-RECORDED_MODELS = ("pocket", "smollm2")
 TEXT_COUNT, FACT_COUNT, TURNS = 12, 75, 5  # how many
 LENGTH, LONG_LENGTH, LATE, LIST_LENGTH = 512, 1024, 128, 48  # tokens
 

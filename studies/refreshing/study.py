@@ -1,7 +1,9 @@
 """The refresh study: a student's texts on its teacher's KV cache, by every way of refreshing it.
 
 `python3 -m studies.refreshing` takes two and a half hours and goes on where it was interrupted; `--quick`
-takes a minute; `--again 'periodic:*'` measures these ways once more. The source's own experiment,
+takes a minute; `--again 'periodic:*'` measures these ways once more. `--teacher smollm2` takes
+SmolLM2-135M-Instruct, which continues the texts in data/real, and its twins with weights of 4 and 3
+bits for students, in an hour. The source's own experiment,
 with a file of questions (the source's are ELI5's, held out), is
   python3 -m studies.refreshing --teacher meta-llama/Llama-3.2-3B-Instruct --student \
   friendshipkim/overfill-Llama-3.2-3B-Instruct-pruned-h0.45-i0.45-a0.0-d0.0 \
@@ -11,7 +13,8 @@ Ways: teacher and student write alone; the others are policies of overfill.py, a
 which is OverFill without a refresh; published:64 is the source's code, refreshed every 64 tokens.
 Metrics, where perplexity is the teacher's:
 
-perplexity                  of the written text
+perplexity                  of the written text, up to a token that ends it
+repeated                    share of its 3-grams of tokens that it already had
 refreshes, reads, passes    after the prompt: refreshes of a text, tokens that the teacher reads,
                             and the teacher's passes per 1,000 tokens
 time, tps, first_ms         time over OverFill's in the same turn; tokens/s after the first token;
@@ -52,18 +55,31 @@ from overfill import (
     RefreshedPair,
     parse_policy,
 )
-from pair import geometry_difference, load_pair, splice_last
+from pair import default_student, geometry_difference, load_pair, splice_last
 from pocket import corpus
 from pocket.evaluation import token_losses
 from pocket.recipes import pruning
 from recycle import read_prompts
-from studies.core import Rows, Setting, StudyLine, matching_ways, open_rows, points_over, report
+from studies.core import (
+    REAL_MODEL,
+    RECORDED_MODELS,
+    Rows,
+    Setting,
+    StudyLine,
+    matching_ways,
+    open_model_rows,
+    points_over,
+    report,
+)
 from support.chat import question_form
 from support.conditions import random_model
 from support.layout import order_for_decoding
-from support.statistics import area_under_roc, kl
+from support.printing import end_tokens_of
+from support.statistics import area_under_roc, kl, repetition
+from support.texts import rows_of_tokens
 from support.timing import TimedText, run_in_turns, time_text
 
+PROMPT_LENGTH = 192
 MODES = {"sampled": 1.0, "greedy": 0.0}  # temperatures
 PUBLISHED = ("published:64", "published:8")
 FEW_WAYS = ("student", "none", "periodic:64", "speculative:8", "entropy~7.8")
@@ -71,13 +87,26 @@ USUAL_WAYS = ["teacher", "student", *PUBLISHED]
 for name, kind in overfill.POLICIES.items():
     if name != "dropout":
         USUAL_WAYS += kind.studied
-DEFAULT_STUDENT = "pocket-student"
 STUDENTS = {  # by what they were trained on or with: their names, and the ways that are measured
-    "segments": (DEFAULT_STUDENT, USUAL_WAYS),
+    "segments": ("pocket-student", USUAL_WAYS),
     "alone": ("pocket-student-alone", FEW_WAYS),
     "prompts": ("pocket-student-prompt", FEW_WAYS),
     # Trained with a dropout of 0.1, which is MonteCarloDropout's own rate.
     "dropout": ("pocket-student-dropout", ("none", "entropy~7.8", "dropout:8~7.8")),
+}
+REAL_WAYS = (
+    "teacher",
+    "student",
+    "none",
+    "periodic:64",
+    "periodic:16",
+    "speculative:8",
+    "entropy~7.8",
+    "published:64",
+)
+REAL_STUDENTS = {  # twins of the real model
+    "int4": (f"{REAL_MODEL}:int4", REAL_WAYS),
+    "int3": (f"{REAL_MODEL}:int3", REAL_WAYS[:5]),
 }
 WAYS_ALONG_A_TEXT = (
     "none",
@@ -107,6 +136,14 @@ class Texts:
     prompts: dict[str, Tensor]
     new_tokens: int
     setting: Setting
+    end_ids: tuple[int, ...] = ()  # tokens after which a text isn't judged
+
+    def until_end(self, ids: list[int]) -> list[int]:
+        """Return the new tokens of a text up to the first that ends it."""
+        for i, token in enumerate(ids, 1):
+            if token in self.end_ids:
+                return ids[:i]
+        return ids
 
     def policy_of(self, way: str, mode: str) -> Policy | None:
         """Return the policy of a way. A gate has its recorded threshold, if there is one."""
@@ -198,11 +235,14 @@ def add_quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
         if "~" in way:
             texts.add_threshold(way, mode)
         tokens, pair = texts.start_writing(way, ids, mode, seed=0)
-        mean_nats = []
+        mean_nats, repeated = [], []
         for text in torch.cat([ids, *tokens], 1).tolist():
-            token_nats = token_losses(texts.models["teacher"], text)[-texts.new_tokens :]
+            written = texts.until_end(text[ids.size(1) :])
+            judged = text[: ids.size(1)] + written
+            token_nats = token_losses(texts.models["teacher"], judged)[-len(written) :]
             mean_nats.append(float(token_nats.double().mean()))
-        texts.rows.add_values(way, setting, perplexity=mean_nats)
+            repeated.append(repetition(written))
+        texts.rows.add_values(way, setting, repeated=repeated, perplexity=mean_nats)
         if pair:
             texts.rows.add_values(
                 way,
@@ -398,19 +438,29 @@ def parameter_count_text(model: nn.Module) -> str:
 
 
 def load_prompts(
-    tokenizer: Any, path: str | None, test_count: int, max_length: int, chat: bool
+    name: str,
+    tokenizer: Any,
+    path: str | None,
+    test_count: int,
+    max_length: int,
+    chat: bool,
 ) -> dict[str, Tensor]:
     """Return prompts (B, T) for setting gates ("valid") and for measuring ("test"). They are
-    beginnings of pocket's documents, or a CSV file's prompts, every fifth for setting gates, all
-    cut to the length of the shortest. With chat, they are questions in the model's own form, and
-    only the questions are cut.
+    beginnings of pocket's documents; for another teacher, stretches of the texts in data/real; or a
+    CSV file's prompts, every fifth for setting gates, all cut to the length of the shortest. With
+    chat, they are questions in the model's own form, and only the questions are cut.
 
     Raises ValueError if a file has fewer than 5 prompts, or if they exceed max_length tokens.
     """
+    if path is None and not name.startswith("pocket"):
+        ids = torch.tensor(rows_of_tokens(tokenizer, 2 * PROMPT_LENGTH)[:test_count])
+        return dict(zip(("test", "valid"), ids.split(PROMPT_LENGTH, dim=1), strict=True))
     if path is None:
         split_ids = {}
         for split, count in (("valid", (test_count + 1) // 2), ("test", test_count)):
-            split_ids[split] = torch.tensor(corpus.beginnings(tokenizer, split, count, 192))
+            split_ids[split] = torch.tensor(
+                corpus.beginnings(tokenizer, split, count, PROMPT_LENGTH)
+            )
         return split_ids
     special = tokenizer.special_tokens_set
     prompts = [tokenizer.encode(text, allowed_special=special) for text in read_prompts(Path(path))]
@@ -484,18 +534,34 @@ def print_needs(texts: Texts, way_count: int, single_texts: int) -> None:
 def measure(rows: Rows, args: argparse.Namespace) -> None:
     """Measure every figure that has no row yet, or is to be measured again. With prompts from a
     file, print first what the run needs."""
-    new_tokens, prompt_count, turns = (72, 4, 1) if args.quick else (1000, 50, 9)
-    tokenizer, path = load_tokenizer(args.model), args.prompts
-    students = (
-        STUDENTS if args.student == DEFAULT_STUDENT else {"segments": (args.student, USUAL_WAYS)}
-    )
+    is_pocket, path = args.model.startswith("pocket"), args.prompts
+    if is_pocket or path:
+        new_tokens, prompt_count, turns = (72, 4, 1) if args.quick else (1000, 50, 9)
+    else:
+        new_tokens, prompt_count, turns = (24, 4, 1) if args.quick else (192, 12, 4)
+    tokenizer, modes = load_tokenizer(args.model), [*MODES]
+    if is_pocket and args.student is None:
+        students = STUDENTS
+    elif args.student is None and args.model == REAL_MODEL and path is None:
+        students = REAL_STUDENTS
+    else:
+        ways = USUAL_WAYS if is_pocket or path else REAL_WAYS
+        students = {"segments": (args.student or default_student(args.model), ways)}
+    if args.quick and not is_pocket:
+        students = dict([*students.items()][:1])
+        modes = modes[:1]
     for training, (name, ways) in students.items():
         teacher, student, _ = load_pair(args.model, name, device=args.device, dtype=args.dtype)
         room = min(teacher.config.n_ctx, student.config.n_ctx) - new_tokens
-        prompts = load_prompts(tokenizer, path, prompt_count, room, args.chat)
+        prompts = load_prompts(args.model, tokenizer, path, prompt_count, room, args.chat)
         prompts = {split: ids.to(args.device) for split, ids in prompts.items()}
         setting = {"trained": training}
-        texts = Texts(rows, {"teacher": teacher, "student": student}, prompts, new_tokens, setting)
+        if not is_pocket:
+            setting["model"] = args.model
+        models = {"teacher": teacher, "student": student}
+        texts = Texts(rows, models, prompts, new_tokens, setting)
+        if not is_pocket:
+            texts.end_ids = end_tokens_of(tokenizer)
         same_geometry = not geometry_difference(teacher, student)
         if not same_geometry:  # the teacher's cache can't be spliced into the student's
             ways = [way for way in ways if way not in PUBLISHED]
@@ -506,17 +572,17 @@ def measure(rows: Rows, args: argparse.Namespace) -> None:
         rows.set_model_conditions(
             args.model,
             teacher,
-            f"students of {parameter_count_text(student)}",
+            f"student {name}: {parameter_count_text(student)}",
             f"{text_count} held-out prompts of {prompt_length} tokens, {new_tokens:,} new tokens, sampled at temperature 1",
             f"times: single texts after {timed_prompts} of them, turns: {turns}",
         )
-        for mode in MODES:
+        for mode in modes:
             add_quality(texts, ways, mode)
         if training == "dropout":
             add_signal_areas(texts)
-        if training == "segments" and same_geometry:
+        if training in ("segments", "int4") and same_geometry:
             add_cache_errors(texts, WAYS_ALONG_A_TEXT, max(1, prompt_count // 6))
-        if training in ("segments", "dropout"):
+        if training in ("segments", "dropout", "int4"):
             add_times(texts, ways, timed_prompts, turns)
         add_predicted_times(rows, new_tokens, setting)
     add_variational_identity(rows)
@@ -524,21 +590,18 @@ def measure(rows: Rows, args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     cli = StudyLine(__doc__, "refreshing", "less of everything", model="--teacher", again=True)
-    cli.add_argument(
-        "--student", default=DEFAULT_STUDENT, metavar="NAME", help="model that decodes"
-    )
+    cli.add_student_argument("the model that decodes")
     cli.add_argument("--prompts", metavar="FILE", help="CSV of your own prompts, column prompt")
     cli.add_chat_argument()
     with cli.parse(argv) as args:
-        others = args.prompts is not None or (args.model, args.student) != (
-            "pocket",
-            DEFAULT_STUDENT,
-        )
-        if not args.prompts and (args.chat or args.model != "pocket"):
-            needs = "--chat" if args.chat else args.model
-            raise ValueError(f"{needs} needs prompts of your own: give it --prompts FILE")
-        rows = open_rows("refreshing", args, "run of other models or prompts" if others else "")
+        others = args.prompts or args.student or args.model not in ("pocket", REAL_MODEL)
+        if args.chat and not args.prompts:
+            raise ValueError("--chat needs prompts of your own: give it --prompts FILE")
+        difference = "run of other models or prompts" if others else ""
+        trained = "int4" if args.model == REAL_MODEL and not others else "segments"
+        setting = {"model": args.model, "trained": trained}
+        rows = open_model_rows("refreshing", args, RECORDED_MODELS, difference, setting)
         measure(rows, args)
-        if not others:
+        if args.model == "pocket" and not others:
             measure_at_size(rows, args.quick)
         report(rows)
