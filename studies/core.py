@@ -422,7 +422,7 @@ def open_model_rows(
         difference = "" if is_recorded else "run of another model"
     rows, setting = open_rows(study, args, difference), setting or {"model": args.model}
     usual_model = rows.definition["usual"].get("model")
-    if args.model == usual_model or is_recorded and not rows.no_verdict_reason:
+    if args.model == usual_model or (is_recorded and not rows.no_verdict_reason):
         return rows
     rows.definition["usual"] |= setting
     if "model" in rows.definition.get("every", {}):

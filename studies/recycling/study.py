@@ -1,8 +1,10 @@
 """KV recycling's experiment: ten prompts' caches are stored, and six others answered cold, recycled
 and by the published call.
 
-`python3 -m studies.recycling` takes about a minute with `pocket`, whose texts are judged;
-`--model 355M` (random weights of the source's geometry, whose times are judged) 25 minutes. The
+`python3 -m studies.recycling --model smollm2` asks SmolLM2-135M-Instruct, in its chat form, and
+takes 15 minutes; then it holds a conversation about a text of 1,200 tokens (order: chat). Without
+--model, pocket is asked, in a minute; `--model 355M` (random weights of the source's geometry, whose
+times are judged) takes 25. The
 embeddings are recorded ones of all-MiniLM-L6-v2 in recycling/embeddings.npz, of the prompts and of
 pocket's answers; a run with other embeddings or another model is given no verdict.
 
@@ -23,13 +25,16 @@ Source: Pandey, "KV Cache Recycling to Expand Usable Context Capacity in Low Par
 """
 
 import argparse
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
+from gpt_kv_cache import generate
 from load_gpt2_weights import NAMES, load_tokenizer
 from recycle import (
     Recycler,
@@ -40,19 +45,24 @@ from recycle import (
     prompt_lengths,
     read_prompts,
 )
+from studies import core
 from studies.core import STUDIES_FOLDER, Rows, StudyLine, load_chosen_model, open_model_rows, report
+from support.chat import beginning_tokens, chat_form, encode_in_form, has_chat_form
 from support.cli import GEOMETRIES
 from support.conditions import is_geometry
 from support.encoders import load_encoder
+from support.printing import end_tokens_of
 from support.statistics import bootstrap
 from support.store import Store
+from support.texts import read_questions, read_texts
 from support.timing import run_in_turns, time_call, time_text
 from support.tokenizers import END_OF_TEXT
 
 WAYS = {"cold": "cold", "recycled": "longest", "published": "published"}  # recycle.py's names
 ENCODER = "all-MiniLM-L6-v2"  # of the recorded embeddings
 NEW_TOKENS = 100
-RECORDED_MODELS = ("pocket", "355M")  # the recorded models
+CHAT_TEXT = "article"  # the text in data/real that a conversation is about
+RECORDED_MODELS = (*core.RECORDED_MODELS, "355M")
 AnswersByWay = dict[tuple[str, str], list["Answer"]]  # by way and prompt, turn by turn
 
 
@@ -121,6 +131,37 @@ class Trial:
         encode = self.recycler.tokenizer.encode_ordinary
         first_tokens = {encode(text)[0] for text in self.tests}
         return [text for text in stored if encode(text)[0] not in first_tokens]
+
+
+@torch.no_grad()
+def measure_chat(rows: Rows, recycler: Recycler, setting: dict, quick: bool) -> None:
+    """Append the times to the first token of the turns after the first of a conversation about a
+    text, which is in its system prompt: with the store, and if all is read again."""
+    if not rows.ways_due(["recycled"], "first", **setting):
+        return
+    store, tokenizer = recycler.store, recycler.tokenizer
+    text, questions = read_texts()[CHAT_TEXT], read_questions()[CHAT_TEXT]
+    form = chat_form(tokenizer, f"Answer questions about this text.\n\n{text}")
+    ids = beginning_tokens(tokenizer) + encode_in_form(form.header, "", tokenizer)
+    store.clear()
+    milliseconds: dict[str, list[float]] = {"cold": [], "recycled": []}
+    for turn in questions[: 3 if quick else 6]:
+        ids = ids + encode_in_form(form.question, turn.question, tokenizer)
+        prompt = torch.tensor([ids], device=store.model.wte.weight.device)
+        for way in milliseconds:
+            started = time.perf_counter()
+            cache = store.get(ids) if way == "recycled" else store.model.new_cache()
+            tokens = generate(
+                store.model, prompt, 24, stop_ids=end_tokens_of(tokenizer), cache=cache
+            )
+            answer = [int(next(tokens))]
+            milliseconds[way].append(1e3 * (time.perf_counter() - started))
+        answer += [int(token) for token in tokens]  # of the recycled one
+        store.put([*ids, *answer], cache)
+        ids = ids + [token for token in answer if token not in end_tokens_of(tokenizer)]
+        ids = ids + encode_in_form(form.end, "", tokenizer)
+    for way, times in milliseconds.items():
+        rows.add_values(way, setting, first=times[1:], tokens=[len(ids)])
 
 
 def slope(points: np.ndarray) -> np.ndarray:
@@ -258,4 +299,6 @@ def main(argv: list[str] | None = None) -> None:
                 add_answers(
                     rows, trial, trial.store_and_answer(prompts, order, turns), order_setting
                 )
+        if has_chat_form(tokenizer):
+            measure_chat(rows, recycler, setting | {"order": "chat", "store": "own"}, args.quick)
         report(rows)
