@@ -319,7 +319,8 @@ class SmallNormCache(CompressedCache):
         """Return a number (B, H, S) for each of the keys (B, H, S, D) that may be evicted, oldest
         first: those with the smallest ones stay."""
         norm = keys.float().norm(dim=-1)
-        return norm.view(torch.int32) >> 12  # its exponent and the first 12 significant bits
+        coarse_norm = norm.view(torch.int32) >> 12  # its exponent and the first 12 significant bits
+        return coarse_norm
 
     def parts(self, held: KeptTokens) -> list[Tensor]:
         """Return the keys and values that stayed."""

@@ -538,7 +538,9 @@ def main(argv: list[str] | None = None) -> None:
         model = load_model(args.model, device=args.device, dtype=args.dtype)
         tokenizer, n, size = load_tokenizer(args.model), args.max_new_tokens, args.size
         if args.action == "run":
-            return serving.demo(model, tokenizer, n, size, args.blocks, args.chunk, args.trace_file)
+            return serving.demo(
+                model, tokenizer, args.model, n, size, args.blocks, args.chunk, args.trace_file
+            )
         prompts = [tokenizer.encode(line, allowed_special="all") for line in lines]
         samples = args.samples
         needs = [math.ceil(min(len(ids) + n, model.context) / size) for ids in prompts]

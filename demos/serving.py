@@ -10,16 +10,25 @@ from typing import Any, NamedTuple
 import tiktoken
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache, generate
 from paged import PagedCache, Server
 from recycle import DATA, read_prompts
 from support.tables import table
+from support.texts import (
+    encode_fact_question,
+    encode_prompt,
+    read_prompts_of_kind,
+    read_questions,
+    read_texts,
+)
 from support.timing import time_call
 from support.tracing import write_page
 
 PICTURE_ROWS = 24
+HEADER_TEXT, HEADER_CHARACTERS = "letter", 700  # of data/real: what six prompts begin with
 HEADER = "", "ms", "tokens/s", "bytes held", "wasted", "blocks", "shared", "put back", "same tokens"
 
 
@@ -32,10 +41,19 @@ class Served(NamedTuple):
     wasted_bytes: int
 
 
-def prompts_of(tokenizer: tiktoken.Encoding) -> list[list[int]]:
-    """Return twelve prompts: every other one is a question after a header of answered ones, which
-    all six have in common; the others are the beginnings of six texts of pocket's world."""
-    return [*map(tokenizer.encode_ordinary, read_prompts(DATA / "paged_prompts.csv"))]
+def prompts_of(tokenizer: tiktoken.Encoding, name: str = "pocket") -> list[list[int]]:
+    """Return twelve prompts: every other one is a question, after a header that all six have in
+    common. For pocket's models it is one of answered questions, and the others are the beginnings
+    of six texts of their world; for other models it is a text, and the others are open tasks."""
+    if name.startswith("pocket"):
+        return [*map(tokenizer.encode_ordinary, read_prompts(DATA / "paged_prompts.csv"))]
+    text = read_texts()[HEADER_TEXT][:HEADER_CHARACTERS]
+    questions = read_questions()[HEADER_TEXT][:6]
+    prompts = []
+    for asked, task in zip(questions, read_prompts_of_kind("open"), strict=False):
+        prompts.append(encode_fact_question(text, asked.question, tokenizer))
+        prompts.append(encode_prompt(task, tokenizer))
+    return prompts
 
 
 class PaddedCache(SlidingWindowCache):
@@ -217,15 +235,19 @@ def block_symbol(owners: list[int], can_be_found: bool) -> str:
     return ":" if can_be_found else "."
 
 
-def faster_of_two(run: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the seconds of the faster of two runs, and what it returns."""
-    runs = [time_call(run) for _ in range(2)]
+def faster_of_two(run: Callable[[], Any], bar: tqdm) -> tuple[float, Any]:
+    """Return the seconds of the faster of two runs, and what it returns; a bar advances with each."""
+    runs = []
+    for _ in range(2):
+        runs.append(time_call(run))
+        bar.update()
     return min(runs, key=lambda timed: timed[0])
 
 
 def demo(
     model: GPT,
     tokenizer: tiktoken.Encoding,
+    name: str,
     max_new_tokens: int,
     block_size: int,
     n_blocks: int | None,
@@ -233,9 +255,9 @@ def demo(
     trace_file: Path | None,
 ) -> None:
     """Print a table of what each way costs, and a picture of the blocks. Every fourth prompt gets
-    max_new_tokens, the others fewer. n_blocks: the number of blocks in the last row; None: half of
+    max_new_tokens, the others fewer. name: of the model; n_blocks: the number of blocks in the last row; None: half of
     those that the row before uses."""
-    prompts = prompts_of(tokenizer)
+    prompts = prompts_of(tokenizer, name)
     limits = [max(1, max_new_tokens * (i % 4 + 1) // 4) for i in range(len(prompts))]
     lengths = [*map(len, prompts)]
     longest = max(lengths)
@@ -253,6 +275,7 @@ def demo(
     if n_blocks:
         new_server(n_blocks)  # too few are refused before anything takes time
     rows, all_texts = [], []
+    bar = tqdm(total=8, unit=" runs", leave=False, delay=2)
 
     def add_row(name: str, seconds: float, served: Served, *counts: object) -> None:
         all_texts.append(served.texts)
@@ -261,7 +284,7 @@ def demo(
         rows.append([name, *(f"{figure:,.0f}" for figure in figures), *map(str, counts), same])
 
     for name, serve in (("one at a time", one_at_a_time), ("a padded batch", padded_batch)):
-        seconds, served = faster_of_two(partial(serve, model, prompts, limits))
+        seconds, served = faster_of_two(partial(serve, model, prompts, limits), bar)
         add_row(name, seconds, served, "-", "-", "-")
     blocks_needed = [
         -(-(length + limit - 1) // block_size)
@@ -269,11 +292,14 @@ def demo(
     ]
     budget = sum(blocks_needed)
     for name in ("blocks for all", "few blocks"):
-        seconds, record = faster_of_two(lambda budget=budget: ServingRecord(new_server(budget)))
+        seconds, record = faster_of_two(
+            lambda budget=budget: ServingRecord(new_server(budget)), bar
+        )
         budget = n_blocks or max(*blocks_needed, record.used_blocks // 2)  # of the last row
         served = record.served()
         preempted = record.server.n_preempted
         add_row(name, seconds, served, record.used_blocks, record.shared_blocks, preempted)
+    bar.close()
     print(f"""\
 Twelve prompts of {min(lengths)} to {longest} tokens, half with a common header, and {min(limits)} to {max_new_tokens} greedy
 tokens after each; blocks of {block_size} tokens, prompts read in chunks of {chunk_size}.

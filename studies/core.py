@@ -76,16 +76,21 @@ ANSWERS = {"HOLDS": "YES", "DOES NOT HOLD": "NO"}  # to our questions
 MINUTES = {  # minutes that a command's full run took on an undisturbed core
     "article": 10,
     "bounding": 10,
+    "bounding --model smollm2": 10,
     "recall": 30,
     "pretraining": 60,
     "lengths": 3,
     "recycling": 1,
+    "recycling --model smollm2": 15,
     "recycling --model 355M": 25,
     "latency": 5,
     "projection": 120,
     "refreshing": 150,
+    "refreshing --teacher smollm2": 40,
     "speculation": 5,
+    "speculation --model smollm2": 30,
     "compression": 20,
+    "compression --model smollm2": 60,
 }
 
 
@@ -355,7 +360,7 @@ class StudyLine(CommandLine):
         once more."""
         super().__init__(doc, f"python3 -m studies.{name} --quick", models)
         self.prog = f"python3 -m studies.{name.split()[0]}"
-        self.study = name
+        self.study, self.model_option = name, model
         if model:
             self.add_model_arguments(model)
         if again:
@@ -376,7 +381,7 @@ class StudyLine(CommandLine):
             torch.set_num_threads(1)
         command, model = self.study, getattr(args, "model", None)
         if model != self.get_default("model"):
-            command += f" --model {model}"
+            command += f" {self.model_option} {model}"
         if command in MINUTES and not args.quick:
             print(
                 f"A full run takes about {MINUTES[command]} minutes on one core, less what is "

@@ -196,7 +196,7 @@ def test_the_study_has_a_row_for_each_way_and_exact_texts_are_the_teachers(
         rows = Rows("speculation", tmp_path, again)
         study.compare_ways(Texts(rows, models, {"test": prompts(2)}, 13, {}), "greedy")
         counts.append(rows.path.read_text().count("\n"))
-    assert counts[0] == counts[1] == counts[2] - 4
+    assert counts[0] == counts[1] == counts[2] - 6
     for way in study.WAYS:
         exact = not way.startswith("speculative")
         assert rows.figure(way, "same", mode="greedy").value == exact, way

@@ -278,7 +278,9 @@ def main(argv: list[str] | None = None) -> None:
         trial = Trial(recycler, test_prompts, max_new_tokens)
         setting = {"model": args.model}
         rows = open_model_rows("recycling", args, RECORDED_MODELS, difference_to_recorded(args))
-        turns, config = 1 if args.quick else 5, model.config
+        config, turns = model.config, 3 if args.model == core.REAL_MODEL else 5
+        if args.quick:
+            turns = 1
         rows.set_model_conditions(
             name,
             model,

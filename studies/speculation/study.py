@@ -77,7 +77,7 @@ def write_text(texts: Texts, way: str, mode: str, turn: int) -> Written:
 
 
 @torch.no_grad()
-def compare_ways(texts: Texts, mode: str, all_ways: Sequence[str]) -> None:
+def compare_ways(texts: Texts, mode: str, all_ways: Sequence[str] = WAYS) -> None:
     """Append the rows of the ways that have none yet; they take turns with the teacher alone."""
     rows, setting = texts.rows, texts.setting | {"mode": mode}
     ways = rows.ways_due(all_ways, "perplexity", **setting)
