@@ -437,6 +437,9 @@ def open_model_rows(
     columns = rows.definition["table"]["columns"]
     for name, column in columns.items():
         columns[name] = column.replace(f"model={REAL_MODEL}", f"model={args.model}")
+    for figure in rows.definition.get("figures", {}).values():
+        if "model" in figure.get("at", {}):
+            figure["at"] |= setting
     return rows
 
 
@@ -709,15 +712,17 @@ def curves_of(rows: Rows, definition: dict[str, Any]) -> Curves:
     The metric `y` is drawn over a part of the setting if the figure has `over`. If it has `x`, it is
     drawn over that metric, one curve joins the ways of one kind (periodic:64, periodic:16), and its
     points are named. Otherwise the metric is a series, drawn over its index. `legend` may change a
-    label.
+    label; `at` is a part of the setting that labels don't mention, such as the model.
     """
     curves: Curves = {}
+    place = definition.get("at", {})
     legend = definition.get("legend", {})
     metric, ways = definition["y"], definition.get("ways", rows.definition["table"]["ways"])
     for way, setting in matching_ways(rows, ways):
         label, points = rows.name_of(way, setting), []
         kind_of_way, *values = re.split("[:~]", way, maxsplit=1)
         kind = rows.name_of(kind_of_way, setting)
+        setting = place | setting
         if "over" in definition:
             points = points_over(rows, way, metric, definition["over"], setting)
         elif row := rows.find(way, metric, **setting):

@@ -19,6 +19,7 @@ from studies.replay import read_trace
 from support.cli import CommandLine
 from support.files import read_csv, read_json, read_text, write_atomically, write_json, write_text
 from support.printing import print_comparison
+from support.texts import read_questions, read_texts
 
 
 def command_line() -> CommandLine:
@@ -249,3 +250,12 @@ def test_compare_tells_same_from_different_and_shows_medians(
         assert said in printed and "KV cache 0.08 s, 4.4 times as fast" in printed
         for label in ("45", "all"):
             assert re.search(rf"^ *{label} +8\.00 +2\.00 +4\.0$", printed, re.M)
+
+
+def test_answers_about_the_texts_in_data_stand_in_them() -> None:
+    texts, questions = read_texts(), read_questions()
+    assert len(texts) == 12 and sum(map(len, questions.values())) >= 40
+    for name, asked in questions.items():
+        for question in asked:
+            assert question.answer.lower() in texts[name].lower(), question
+            assert question.answer.lower() not in question.question.lower(), question
