@@ -53,6 +53,7 @@ RANDOM = "random:"  # before a size: the name of an untrained model
 HERE = Path(__file__).resolve().parent
 # A file that a tokenizer is made of.
 TOKENIZER_FILE = r"(tokenizer|vocab|merges|spiece)\.(json|txt|model)"
+VERIFIED_TEXT = "A KV cache keeps the keys and values of the tokens that a model has read."
 EXPECTED_OUTPUTS = HERE / "data" / "gpt2_expected_outputs.json"
 
 
@@ -759,25 +760,53 @@ def read_generation(name_or_path: str, tokenizer_path: Path) -> dict[str, Any]:
 # --- The script -----------------------------------------------------------------------------------
 
 
+@torch.no_grad()
+def difference_to_transformers(name: str, model: nn.Module, tokenizer: tiktoken.Encoding) -> float:
+    """Return by how much a model's logits differ from those of transformers, which reads the same files, as a share of
+    the largest. Raises ValueError if that package is missing or can't read the files."""
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise ValueError(
+            f"to verify {name}, transformers is needed: pip install transformers"
+        ) from error
+    path = find_file(name, "config.json")
+    options = {"gguf_file": path.name} if is_gguf(path) else {}
+    weight = model.wte.weight
+    try:
+        theirs = AutoModelForCausalLM.from_pretrained(path.parent, dtype=weight.dtype, **options)
+    except Exception as error:  # whatever it doesn't know
+        raise ValueError(f"transformers can't read {name}: {error}") from error
+    ids = torch.tensor([tokenizer.encode_ordinary(VERIFIED_TEXT)], device=weight.device)
+    expected = theirs.eval().to(weight.device)(ids).logits.float()
+    return float((model(ids).float() - expected).abs().max() / expected.abs().max())
+
+
 def main(argv: list[str] | None = None) -> None:
     from gpt_kv_cache import generate
 
     cli = CommandLine(__doc__, "python3 %(prog)s gpt2 --verify", NAMES)
     cli.add_model_arguments("model")
     cli.add_argument(
-        "--verify", action="store_true", help="compare with published greedy continuations"
+        "--verify",
+        action="store_true",
+        help="compare with published greedy continuations; if there are none, with transformers' logits",
     )
     with cli.parse(argv) as args:
         published = read_json(EXPECTED_OUTPUTS)["continuations"] if args.verify else []
-        published_models = sorted({entry["model"] for entry in published})
-        if args.verify and args.model not in published_models:
-            raise ValueError(
-                f"no published continuation of {args.model}, only of {', '.join(published_models)}"
-            )
+        is_published = any(entry["model"] == args.model for entry in published)
         model = load_model(args.model, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
         for condition, value in conditions(args.model, model).items():
             print(f"{condition}: {value:,}" if isinstance(value, int) else f"{condition}: {value}")
+        if args.verify and not is_published:
+            difference = difference_to_transformers(args.model, model, tokenizer)
+            allowed = torch.finfo(model.wte.weight.dtype).eps ** 0.5
+            verdict = "the same" if difference <= allowed else "DIFFERENT"
+            print(
+                f"\n{verdict}: logits differ from transformers' by {difference:.1g} of the largest; {allowed:.1g} is rounding"
+            )
+            sys.exit(difference > allowed)
         encode = partial(tokenizer.encode, allowed_special="all")
         reproduced = []
         for entry in published:
