@@ -448,9 +448,9 @@ def text_rows(args: argparse.Namespace, tokenizer: tiktoken.Encoding) -> list[li
     return rows
 
 
-def demo(model: nn.Module, rows: list[list[int]], where: str) -> None:
+def demo(model: nn.Module, rows: list[list[int]], where: str, study: str) -> None:
     """Print a table of what all caches cost and lose on texts of equal length. where: what they
-    are."""
+    are; study: the command that measures more."""
     ids = torch.tensor(rows, device=model.wte.weight.device)
     caches = [(name, model, new_cache) for name, new_cache, _ in CACHES.values()]
     print(f"""\
@@ -460,7 +460,7 @@ def demo(model: nn.Module, rows: list[list[int]], where: str) -> None:
 
 Full attention is exact, wherever its memory comes from. Rounding approximates every
 old token; windows, sinks and small norms forget whole ones. KL is of the second half.
-The full study, with what each remembers: python3 -m studies.compression""")
+The full study, with what each remembers: {study}""")
 
 
 def write(
@@ -503,7 +503,7 @@ def write(
 
 def main(argv: list[str] | None = None) -> None:
     from load_gpt2_weights import NAMES, load_model, load_tokenizer
-    from support.cli import CommandLine, whole_number
+    from support.cli import CommandLine, study_command, whole_number
 
     cli = CommandLine(__doc__, "python3 %(prog)s write --cache bits:4 --prompt 'Notes:'", NAMES)
     comparison = cli.add_action("demo", "all caches, compared", default=True)
@@ -535,7 +535,7 @@ def main(argv: list[str] | None = None) -> None:
             where = f"From {args.text}"
         elif args.model.startswith("pocket"):
             where = "Held-out texts of the pocket world"
-        demo(model, text_rows(args, tokenizer), where)
+        demo(model, text_rows(args, tokenizer), where, study_command("compression", args.model))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from tqdm import tqdm
 from gpt_kv_cache import KVCache, check_options, context_start, generate, sample
 from load_gpt2_weights import NAMES, find_file, read_content
 from pair import Pair, default_student, load_pair, splice_last
-from support.cli import CommandLine, whole_number
+from support.cli import CommandLine, study_command, whole_number
 from support.files import check_fields
 from support.printing import stream
 from support.statistics import entropy, kl
@@ -527,13 +527,14 @@ def demo(
     policies: dict[str, Policy],
     new_tokens: int,
     seed: int,
+    study: str,
 ) -> None:
     """Compare the student alone, and pairs of both models, with the teacher on texts that the
     teacher has sampled. Print how far their predictions are from the teacher's, the nearest first,
     and how fast each writes a text.
 
-    prompts: of equal length. Raises ValueError if a prompt and the new tokens exceed the context,
-    or if there are fewer than 2 new tokens.
+    prompts: of equal length; study: the command that measures more. Raises ValueError if a prompt
+    and the new tokens exceed the context, or if there are fewer than 2 new tokens.
     """
     prompt_length = len(prompts[0])
     n_ctx = min(teacher.config.n_ctx, student.config.n_ctx)
@@ -585,7 +586,7 @@ tokens/s:       greedy, after the first prompt, prefill included
 Exact: the first token, and the student's cache right after a refresh of the whole text.
 Approximate: every further token, because the student predicts it.
 
-The full study, in two and a half hours (--quick: in a minute): python3 -m studies.refreshing""")
+The full study, in hours (--quick: in a minute or two): {study}""")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -626,7 +627,8 @@ def main(argv: list[str] | None = None) -> None:
                 policies[name] = replace(policy, rate=trained_dropout(student_name))
         if args.action == "demo":
             prompts = demo_prompts(args.model, tokenizer)
-            return demo(teacher, student, prompts, policies, args.max_new_tokens, args.seed)
+            study = study_command("refreshing", args.model, "--teacher")
+            return demo(teacher, student, prompts, policies, args.max_new_tokens, args.seed, study)
         ids = torch.tensor([cli.encode_prompt(args, tokenizer)], device=args.device)
         policy, *_ = policies.values()
         pair = RefreshedPair(teacher, student, ids)

@@ -39,7 +39,7 @@ from support.chat import (
     encode_in_form,
     has_chat_form,
 )
-from support.cli import CommandLine, whole_number, writable_folder
+from support.cli import CommandLine, study_command, whole_number, writable_folder
 from support.encoders import load_encoder
 from support.files import read_csv, write_csv
 from support.prefix import common_prefix_length
@@ -314,10 +314,12 @@ def demo(
     max_new_tokens: int,
     folder: Path,
     with_similarity: bool,
+    study: str,
 ) -> None:
     """Run the source's protocol with one additional, long prompt; write baseline.csv and
     recycled.csv (section 4.4), and print how much time reuse saves and whether the texts stay the
-    same. with_similarity: whether the encoder can compare answers; embeddings of tokens can't.
+    same. with_similarity: whether the encoder can compare answers; embeddings of tokens can't;
+    study: the command that measures more.
 
     Raises ValueError if a prompt leaves no room for the answer.
     """
@@ -359,7 +361,7 @@ The source: "average latency decreased by roughly by 30-50%" (5.2); similarity "
 identical responses" (5.4).
 
 Written to {folder}: baseline.csv, recycled.csv
-The full study: python3 -m studies.recycling""")
+The full study: {study}""")
 
 
 def prompt_row(outcomes: dict[str, Outcome], length: int) -> list[str]:
@@ -630,7 +632,13 @@ def main(argv: list[str] | None = None) -> None:
             with tempfile.TemporaryDirectory(prefix="recycle-") as folder:
                 recycler = Recycler(Store(model, folder), tokenizer, encoder, form)
                 return demo(
-                    recycler, stored, tests, args.max_new_tokens, args.out, args.encoder != "tokens"
+                    recycler,
+                    stored,
+                    tests,
+                    args.max_new_tokens,
+                    args.out,
+                    with_similarity=args.encoder != "tokens",
+                    study=study_command("recycling", args.model),
                 )
         form = conversation_form(args.model, tokenizer, args.system)
         store = Store(model, None if args.fresh else args.store, args.capacity)

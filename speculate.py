@@ -360,8 +360,9 @@ def demo_of_prompts(
     tokenizer: tiktoken.Encoding,
     max_new_tokens: int,
     student_name: str,
+    study: str,
 ) -> None:
-    """Print demo() of prompts in data/real: texts to be rewritten, and open ones."""
+    """Print demo() of prompts in data/real: texts to be rewritten, and open ones. study: the command that measures more."""
     device, stop_ids = models[0].wte.weight.device, end_tokens_of(tokenizer)
     for kind, drafter, description in (
         (
@@ -378,15 +379,15 @@ def demo_of_prompts(
         tensors = [torch.tensor([tokens], device=device) for tokens in ids]
         demo(models, tensors, max_new_tokens, drafter, stop_ids)
         print()
-    print("""\
+    print(f"""\
 Exact: every text is the teacher's own. Drafts save passes of the teacher, and time only where they cost less than
 these passes do.
-The full study: python3 -m studies.speculation --model NAME""")
+The full study: {study}""")
 
 
 def main(argv: list[str] | None = None) -> None:
     from load_gpt2_weights import NAMES, load_model, load_tokenizer
-    from support.cli import CommandLine, whole_number
+    from support.cli import CommandLine, study_command, whole_number
 
     cli = CommandLine(__doc__, "python3 %(prog)s write --draft 8 --prompt 'Notes:'", NAMES)
     comparison = cli.add_action("demo", "drafts of several lengths, compared", default=True)
@@ -441,7 +442,8 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(f"the demo compares at least 2 tokens, got {args.max_new_tokens}")
         if args.model.startswith("pocket"):
             return demo_of_pocket((teacher, student), tokenizer, args.max_new_tokens)
-        demo_of_prompts((teacher, student), tokenizer, args.max_new_tokens, student_name)
+        study = study_command("speculation", args.model)
+        demo_of_prompts((teacher, student), tokenizer, args.max_new_tokens, student_name, study)
 
 
 if __name__ == "__main__":

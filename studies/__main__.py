@@ -16,4 +16,4 @@ if __name__ == "__main__":
             about = ast.get_docstring(ast.parse(code)).partition("\n\n")[0]
             line = f"python3 -m studies.{name:<11} {about}"
             print(textwrap.fill(line, 100, subsequent_indent=" " * 31))
-    print("\nEach has --help; those that measure have --quick, of a minute at most.")
+    print("\nEach has --help; those that measure have --quick, of a minute or two.")

@@ -88,7 +88,7 @@ MINUTES = {  # minutes that a command's full run took on an undisturbed core
     "refreshing": 150,
     "refreshing --teacher smollm2": 40,
     "speculation": 5,
-    "speculation --model smollm2": 30,
+    "speculation --model smollm2": 20,
     "compression": 20,
     "compression --model smollm2": 60,
 }
@@ -366,7 +366,7 @@ class StudyLine(CommandLine):
         if again:
             what = "measure these ways once more: a name, or a pattern such as 'raw-*'"
             self.add_argument("--again", default="", metavar="WAYS", help=what)
-        self.add_argument("--quick", action="store_true", help=f"{quick}, in at most a minute")
+        self.add_argument("--quick", action="store_true", help=f"{quick}, in a minute or two")
         self.add_argument(
             "--out",
             default=f"results/{out or name}",
@@ -385,7 +385,7 @@ class StudyLine(CommandLine):
         if command in MINUTES and not args.quick:
             print(
                 f"A full run takes about {MINUTES[command]} minutes on one core, less what is "
-                "recorded; --quick takes at most one.\n",
+                "recorded; --quick takes one or two.\n",
                 flush=True,
             )
         super().prepare(args)

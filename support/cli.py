@@ -57,6 +57,12 @@ TAKEN_BY = {
 }
 
 
+def study_command(study: str, model: str, option: str = "--model") -> str:
+    """Return the command that runs a study with a model, which `option` names if it isn't pocket."""
+    command = f"python3 -m studies.{study}"
+    return command if model == "pocket" else f"{command} {option} {model}"
+
+
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults, except those that only mean "not given"."""
 
