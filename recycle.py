@@ -343,6 +343,9 @@ def demo(
     way_header = ["way", "first token", "of the long one", "time saved", "the same text"]
     if with_similarity:
         way_header.append("similarity")
+        similarity_note = "Similarity: the mean cosine of embeddings, to the cold text."
+    else:
+        similarity_note = "An --encoder of sentences also says how similar the texts are."
     print(f"""\
 The caches of {len(stored)} prompts are stored, and {len(tests)} others are answered; then a long one that begins \
 with all {len(stored)}.
@@ -353,8 +356,8 @@ with all {len(stored)}.
 {table(way_header, [way_row(way, results) for way in WAYS])}
 {example_of_published(results)}
 First token: milliseconds, with retrieval and restoring. Time saved: to the last token, the mean over prompts
-whose texts are as long as the cold ones (the source's S). Medians of 3, taken in turns. Similarity: the mean cosine of
-embeddings, to the cold text; it needs an --encoder of sentences.
+whose texts are as long as the cold ones (the source's S). Medians of 3, taken in turns.
+{similarity_note}
 Exact: cold, source, ours. The published call (transformers 4.45.2) is not: it skips tokens of the prompt,
 and uses positions twice.
 The source: "average latency decreased by roughly by 30-50%" (5.2); similarity "was 0.66–0.82, indicating near
