@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 import compress
 from compress import CompressedCache, QuantizedCache, SmallNormCache, dequantize, quantize
 from gpt_kv_cache import GPTConfig, KVCache
+from studies.compression.study import ChanceCache
 from tests.helpers import of_kind
 from tests.test_equivalence import (
     assert_close,
@@ -33,6 +35,8 @@ LOSSY = {
     "8 bits": lambda: QuantizedCache(8, group=4, residual=5),
     "4 bits": lambda: QuantizedCache(4, group=4, residual=0),
     "2 bits": lambda: QuantizedCache(2, group=3, residual=2),
+    "keys 8 bits, values 2": lambda: QuantizedCache(8, group=3, residual=2, value_bits=2),
+    "by chance": lambda: ChanceCache(keep=9, recent=4),
     "small norm": lambda: SmallNormCache(keep=5, recent=4),
     "small norm, a layer skipped": lambda: SmallNormCache(keep=5, recent=4, skip=1),
 }
@@ -315,3 +319,46 @@ def test_a_bare_run_compares_the_caches(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         compress.main(["--tokens", "100000"])
     assert "--tokens 100000: the context of pocket holds 1280" in capsys.readouterr().err
+
+
+def test_keys_and_values_may_have_different_bits() -> None:
+    kv = torch.randn(1, 2, 2, 3, 64, 8)
+    caches = {}
+    for name, bits in {"both": (2, 2), "keys": (8, 2), "exact": (32, 2)}.items():
+        caches[name] = feed(QuantizedCache(bits[0], residual=0, value_bits=bits[1]), kv, 0)
+    parts = {name: held(cache, 0) for name, cache in caches.items()}
+    for other in ("keys", "exact"):  # values are the same, and keys nearer
+        assert same([parts["both"][1]], [parts[other][1]])
+    errors = [float((parts[name][0] - kv[0, 0]).norm()) for name in ("both", "keys", "exact")]
+    assert errors[0] > 10 * errors[1] > 0 == errors[2]
+    assert caches["both"].nbytes < caches["keys"].nbytes < caches["exact"].nbytes
+    with pytest.raises(ValueError, match="got 3"):
+        QuantizedCache(4, value_bits=3)
+
+
+def test_chance_keeps_the_first_four_and_says_nothing_of_the_others() -> None:
+    kv = torch.randn(1, 2, 1, 1, 400, 8)
+    kept = held(feed(ChanceCache(keep=104, recent=16), kv, 0), 0)[0, 0, 0]
+    places = (kept[:, None] == kv[0, 0, 0, 0]).all(-1).nonzero()[:, 1]
+    assert places[:4].tolist() == [0, 1, 2, 3] and places[-16:].tolist() == [*range(384, 400)]
+    assert len(places) == 120 and 140 < float(places[4:-16].float().mean()) < 250
+
+
+def test_write_says_where_the_exact_text_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["write", "--prompt", "One morning", "--max-new-tokens", "90", "--device", "cpu"]
+    compress.main([*words, "--cache", "window:quarter"])
+    text, exact = capsys.readouterr().out.split("full attention goes on differently after ")
+    n = int(exact.partition(" ")[0])
+    assert 0 < n < 90 and "tokens/s" in text
+    compress.main([*words, "--cache", "full"])
+    assert exact.partition(":]\n")[2].strip() in capsys.readouterr().out
+
+
+def test_a_text_of_ones_own_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text("The baker of Tolben opens the door at six. " * 20)
+    compress.main(["--text", str(path), "--tokens", "128", "--device", "cpu"])
+    assert f"From {path}, 1 x 128 tokens" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        compress.main(["--text", str(path), "--tokens", "1200"])
+    assert "--tokens is 1200" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT
 from llama_kv_cache import KVCache, Llama, generate, main
 from load_gpt2_weights import load_model
-from support.chat import encode_question, question_form
+from support.chat import chat_form, encode_question, question_form
 from support.cli import PROMPT
 from support.printing import stream
 from support.tokenizers import LLAMA3_PATTERN
@@ -542,6 +542,39 @@ def test_a_folders_own_template_is_the_form_of_a_question(
         if "<|" not in text:
             ids = library.encode(expected, add_special_tokens=False).ids
             assert encode_question(text, ours) == ids
+
+
+TURNS = (  # templates that show all turns alike
+    QWEN3.replace("{{- strftime_now('%Y') }}", ""),
+    CHATML.replace("SmolLM", "Ours"),
+    HEADERS.replace("bos_token + content", "content"),
+)
+
+
+@pytest.mark.parametrize("template", [*TURNS, None])
+@pytest.mark.parametrize("system", ["", "Answer in one word."])
+def test_a_conversation_has_the_form_of_its_template(
+    template: str | None, system: str, tmp_path: Path
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    library = real_form("SmolLM2" if template is None else "Qwen", tmp_path)
+    if template is not None:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    form = chat_form(loader.load_tokenizer(str(tmp_path)), system)
+    theirs = PreTrainedTokenizerFast(tokenizer_object=library, chat_template=template or CHATML)
+    messages = [{"role": "system", "content": system}] if system else []
+    ours = form.header
+    for number in range(3):
+        question, answer = f"Question {number}?", f"Answer {number}."
+        messages.append({"role": "user", "content": question})
+        ours += form.question.replace("{}", question)
+        options = {"add_generation_prompt": True, "tokenize": False}
+        assert ours == theirs.apply_chat_template(messages, **options)
+        messages.append({"role": "assistant", "content": answer})
+        ours += answer + form.end
+    with pytest.raises(ValueError, match="may not contain"):
+        chat_form(loader.load_tokenizer(str(tmp_path)), "{}")
 
 
 @pytest.mark.parametrize(

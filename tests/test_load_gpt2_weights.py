@@ -667,3 +667,33 @@ def test_verify_tells_same_from_different(tmp_path: Path, monkeypatch: pytest.Mo
         loader.EXPECTED_OUTPUTS.write_text(json.dumps({"continuations": [entry]}))
         ran = run(loader.main, "pocket", "--verify", "--device", "cpu")
         assert ran.code == code and said in ran.out, ran.err
+
+
+@pytest.mark.parametrize("name", ["pocket", "pocket-llama"])
+def test_a_twin_has_rounded_blocks_and_all_else_of_the_model(name: str, tmp_path: Path) -> None:
+    model, twin = loader.load_model(name), loader.load_model(f"{name}:int3")
+    errors = {bits: 0.0 for bits in (2, 8)}
+    for part, weight in model.named_parameters():
+        rounded = dict(twin.named_parameters())[part]
+        if weight.dim() == 2 and part.startswith("h."):
+            assert 4 < max(len(column.unique()) for column in rounded.T) <= 8
+            for bits in errors:
+                other = loader.round_weights(loader.load_model(name), bits)
+                errors[bits] += float((dict(other.named_parameters())[part] - weight).norm())
+            break
+        assert torch.equal(rounded, weight), part
+    assert 30 * errors[8] < errors[2]
+    own, twins = (loader.load_tokenizer(each) for each in (name, f"{name}:int3"))
+    assert own.encode("One morning") == twins.encode("One morning")
+    folder = tmp_path / "mine:int4"  # a folder of that name is itself
+    folder.mkdir()
+    assert loader.split_twin(str(folder)) == (str(folder), 0)
+    assert loader.split_twin("mine:int4") == ("mine", 4)
+    assert loader.split_twin("mine:int9") == ("mine:int9", 0)
+
+
+def test_verify_compares_with_transformers_where_no_text_is_published() -> None:
+    same = run(loader.main, "pocket-llama", "--verify", "--device", "cpu")
+    assert same.code == 0 and "the same: logits differ from transformers' by" in same.out
+    different = run(loader.main, "pocket-llama:int4", "--verify", "--device", "cpu")
+    assert different.code == 1 and "DIFFERENT: logits" in different.out
