@@ -327,6 +327,18 @@ class Trial:
         """Return the summary tokens of a prompt by stage 1 as written."""
         return self.compressor()([prompt.exact])[0]
 
+    def summaries_of(
+        self, prompts: Sequence[Prompt], layout: Layout, summarise: Callable
+    ) -> Tensor:
+        """Return the summary tokens (N, L, 2, H, m, D) of prompts by one way of stage 1. The maps of
+        stage 1 as written take gigabytes, and are read once for all prompts."""
+        if summarise is not self.summary_as_written:
+            return torch.stack([summarise(prompt, layout) for prompt in prompts])
+        distinct = [*dict.fromkeys(prompts)]
+        summaries = self.compressor()([prompt.exact for prompt in distinct])
+        of_prompt = dict(zip(distinct, summaries, strict=True))
+        return torch.stack([of_prompt[prompt] for prompt in prompts])
+
     def summary_by_segments(self, prompt: Prompt, layout: Layout) -> Tensor:
         """Return the summary tokens of a prompt by the smaller stage 1."""
         return self.segment_map(layout)(self.segments_of([prompt], layout))[0]
@@ -335,7 +347,7 @@ class Trial:
         """Return stage 2 for one way of stage 1. For another number of summary tokens it has the
         penalty that was found for the proposal's number."""
         sides = zip(*self.pairs, strict=True)
-        summaries = [torch.stack([summarise(prompt, layout) for prompt in side]) for side in sides]
+        summaries = [self.summaries_of(side, layout, summarise) for side in sides]
         if layout.m == PROPOSED.m:
             return Projector.fit(*summaries, [source.family for source, _ in self.pairs])
         return Projector(*summaries, self.stage_2(replace(layout, m=PROPOSED.m), summarise).penalty)
