@@ -723,7 +723,9 @@ def load_tokenizer(name_or_path: str) -> tiktoken.Encoding:
     if path is None:
         return gpt2_tokenizer()
     tokenizer = read_tokenizer(path)
-    if name_or_path not in PUBLIC:
+    if name_or_path in PUBLIC:
+        tokenizer.is_instruct = "Instruct" in name_or_path
+    else:
         tokenizer.chat_template = read_chat_template(config_path.parent)
     vocab_size, n_vocab = config["vocab_size"], tokenizer.n_vocab
     fits = n_vocab == vocab_size

@@ -217,9 +217,7 @@ class Outcome(NamedTuple):
     first_token_s: float
     reused_tokens: int
     cache_similarity: float | str  # of the nearest prompt; "" if the way looks for none
-    similarity: (
-        float | str
-    )  # of the embeddings of this text and the cold one; "" without an encoder of sentences
+    similarity: float | str  # of the texts' embeddings, this and the cold one; "" by tokens
     same_tokens: int  # how many come before the first that differs from the cold text
     identical: bool  # to the cold text
     length: int  # tokens of the text

@@ -427,6 +427,9 @@ def open_model_rows(
         difference = "" if is_recorded else "run of another model"
     rows, setting = open_rows(study, args, difference), setting or {"model": args.model}
     usual_model = rows.definition["usual"].get("model")
+    for claim in rows.definition["claims"]:  # those on quality are judged on the model of the run
+        if {args.model, claim.get("at", {}).get("model")} <= {*RECORDED_MODELS}:
+            claim["at"] = claim["at"] | {"model": args.model}
     if args.model == usual_model or (is_recorded and not rows.no_verdict_reason):
         return rows
     rows.definition["usual"] |= setting

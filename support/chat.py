@@ -54,9 +54,10 @@ ANSWER = "An answer."
 
 
 def has_chat_form(tokenizer: tiktoken.Encoding) -> bool:
-    """Return whether a model has a form for questions, so that chat_form() may be called."""
+    """Return whether a model was trained on conversations, as its template or its name says. (A base model may have the
+    tokens of a form, too.)"""
     has_template = bool(getattr(tokenizer, "chat_template", None))
-    return has_template or not tokenizer.special_tokens_set.isdisjoint(FIXED_FORMS)
+    return has_template or getattr(tokenizer, "is_instruct", False)
 
 
 def chat_form(tokenizer: tiktoken.Encoding, system: str = "") -> ChatForm:

@@ -79,6 +79,7 @@ class Tokenizer(tiktoken.Encoding):
     normal_form: the form of Unicode that a text is put into first, as Qwen's are into NFC; None:
     the text stays as it is. Special tokens do in any case.
     chat_template: the form of a conversation, in Jinja; None if it isn't known.
+    is_instruct: whether a model is known to answer questions in the form that its tokens say.
     missing_bytes: bytes that have no token. encode() refuses characters that need one (SmolLM2's
     vocabulary lacks 21: rare control characters, and bytes that UTF-8 hardly uses).
     """
@@ -87,6 +88,7 @@ class Tokenizer(tiktoken.Encoding):
     end_ids: tuple[int, ...] = ()
     normal_form: str | None = None
     chat_template: str | None = None
+    is_instruct: bool = False
     missing_bytes: frozenset[int] = frozenset()
 
     def normalized(self, text: str) -> str:
