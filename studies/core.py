@@ -736,6 +736,8 @@ def curves_of(rows: Rows, definition: dict[str, Any]) -> Curves:
                 points = [Point(x.value, *rows.figure(way, metric, **setting), *values)]
         if points:
             curves.setdefault((legend.get(label, label), kind), []).extend(points)
+    if "x" in definition:
+        return {key: sorted(points, key=lambda point: point.x) for key, points in curves.items()}
     return curves
 
 

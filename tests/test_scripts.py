@@ -126,7 +126,6 @@ def test_a_students_cache_takes_the_place_of_ours(tmp_path: Path) -> None:
 BAD = {  # a command, and what its sentence must hold
     "gpt_baseline --model gpt5": "gpt5 pocket",
     "gpt_baseline --model tests": "config.json tests",
-    "load_gpt2_weights pocket --verify": "no published continuation of pocket gpt2-xl, micro",
     "gpt_kv_cache --trace .": ". is not a regular file",
     "gpt_kv_cache --trace README.md/x.html": "README.md",
     "gpt_kv_cache --max-new-tokens 2 --temperature nan": "temperature at least 1e-6 nan",
