@@ -503,14 +503,18 @@ def write(
 
 def main(argv: list[str] | None = None) -> None:
     from load_gpt2_weights import NAMES, load_model, load_tokenizer
-    from support.cli import CommandLine, study_command, whole_number
+    from support.cli import CommandLine, DefaultCount, study_command, whole_number
 
     cli = CommandLine(__doc__, "python3 %(prog)s write --cache bits:4 --prompt 'Notes:'", NAMES)
     comparison = cli.add_action("demo", "all caches, compared", default=True)
     one_way = cli.add_action("write", "continue a prompt with one cache")
     comparison.add_model_arguments()
     comparison.add_argument(
-        "--tokens", type=whole_number(128), default=288, metavar="N", help="tokens of each text"
+        "--tokens",
+        type=whole_number(128),
+        default=DefaultCount(288, 224),
+        metavar="N",
+        help="tokens of each text; of models that aren't pocket's 224",
     )
     comparison.add_argument(
         "--text",

@@ -36,7 +36,7 @@ from tqdm import tqdm
 from gpt_kv_cache import KVCache, check_options, context_start, generate, sample
 from load_gpt2_weights import NAMES, find_file, read_content
 from pair import Pair, default_student, load_pair, splice_last
-from support.cli import CommandLine, study_command, whole_number
+from support.cli import CommandLine, DefaultCount, study_command, whole_number
 from support.files import check_fields
 from support.printing import stream
 from support.statistics import entropy, kl
@@ -594,7 +594,7 @@ def main(argv: list[str] | None = None) -> None:
     comparison = cli.add_action("demo", "compare ways to write", default=True)
     one_way = cli.add_action("write", "continue a prompt in one way")
     comparison.add_model_arguments("--teacher")
-    comparison.add_length_argument(160)
+    comparison.add_length_argument(DefaultCount(160, 96))
     one_way.add_generation_arguments("--teacher")
     forms = (
         f"{':'.join([name, *kind.parameters])} ({kind.description})"

@@ -502,7 +502,7 @@ def serve(
 def main(argv: list[str] | None = None) -> None:
     from demos import serving
     from load_gpt2_weights import NAMES, load_model, load_tokenizer
-    from support.cli import CommandLine, whole_number
+    from support.cli import CommandLine, DefaultCount, whole_number
     from support.files import read_text
     from support.printing import end_tokens_of
 
@@ -516,7 +516,7 @@ def main(argv: list[str] | None = None) -> None:
         action.add_argument("--size", default=16, **count, help="tokens per block")
         action.add_argument("--chunk", default=64, **count, help="tokens of a prompt read per pass")
     comparison.add_length_argument(
-        40, "tokens to write after every fourth prompt, fewer after the others"
+        DefaultCount(40, 24), "tokens to write after every fourth prompt, fewer after the others"
     )
     comparison.add_argument(
         "--blocks",

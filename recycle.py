@@ -39,7 +39,7 @@ from support.chat import (
     encode_in_form,
     has_chat_form,
 )
-from support.cli import CommandLine, study_command, whole_number, writable_folder
+from support.cli import CommandLine, DefaultCount, study_command, whole_number, writable_folder
 from support.encoders import load_encoder
 from support.files import read_csv, write_csv
 from support.prefix import common_prefix_length
@@ -586,7 +586,7 @@ def main(argv: list[str] | None = None) -> None:
     talk = cli.add_action("chat", "a conversation")
     for action in (run, talk):
         action.add_model_arguments()
-        action.add_length_argument(40)
+        action.add_length_argument(DefaultCount(40, 24))
     run.add_argument(
         "--encoder",
         default="tokens",

@@ -387,13 +387,13 @@ The full study: {study}""")
 
 def main(argv: list[str] | None = None) -> None:
     from load_gpt2_weights import NAMES, load_model, load_tokenizer
-    from support.cli import CommandLine, study_command, whole_number
+    from support.cli import CommandLine, DefaultCount, study_command, whole_number
 
     cli = CommandLine(__doc__, "python3 %(prog)s write --draft 8 --prompt 'Notes:'", NAMES)
     comparison = cli.add_action("demo", "drafts of several lengths, compared", default=True)
     one_way = cli.add_action("write", "continue a prompt")
     comparison.add_model_arguments("--teacher")
-    comparison.add_length_argument(64)
+    comparison.add_length_argument(DefaultCount(64, 28))
     one_way.add_generation_arguments("--teacher", trace=False)
     one_way.add_chat_argument()
     for action in (comparison, one_way):

@@ -63,6 +63,17 @@ def study_command(study: str, model: str, option: str = "--model") -> str:
     return command if model == "pocket" else f"{command} {option} {model}"
 
 
+class DefaultCount(int):
+    """A default number of tokens, and the one for models that aren't pocket's, which take longer."""
+
+    large: int
+
+    def __new__(cls, small: int, large: int) -> "DefaultCount":
+        count = super().__new__(cls, small)
+        count.large = large
+        return count
+
+
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults, except those that only mean "not given"."""
 
@@ -153,7 +164,11 @@ class CommandLine(argparse.ArgumentParser):
         )
 
     def add_length_argument(self, default: int = 250, about: str = "tokens to write") -> None:
-        """Add --max-new-tokens."""
+        """Add --max-new-tokens. default: may be a DefaultCount."""
+        if isinstance(default, DefaultCount):
+            about += (
+                f"; by models that aren't pocket's {default.large}, unless another number is given"
+            )
         self.add_argument(
             "--max-new-tokens", default=default, type=whole_number(1), metavar="N", help=about
         )
@@ -375,6 +390,10 @@ class CommandLine(argparse.ArgumentParser):
                 threads = 1 if args.model.startswith("pocket") else torch.get_num_threads()
             torch.set_num_threads(threads)
             torch.manual_seed(args.seed)
+            if not args.model.startswith("pocket"):
+                for name, value in vars(args).items():
+                    if isinstance(value, DefaultCount):
+                        setattr(args, name, value.large)
 
     def choose_text(self, args: argparse.Namespace) -> None:
         """Fill in the prompt and the length if they weren't given: the article's for an untrained

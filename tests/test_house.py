@@ -55,7 +55,7 @@ RECORDS = {
     "recycle.py": 3830,
     "borrow": 8450,
     "examine.py": 5085,
-    "demos": 2907,
+    "demos": 3080,
     "compress.py": 3600,
     "speculate.py": 2900,
     "pocket's sentences": 1112,
