@@ -42,7 +42,7 @@ def test_every_file_that_the_page_names_exists() -> None:
 def test_a_policy_a_cache_and_a_claim_are_there_once_their_lines_are(copy: Path) -> None:
     written = shell(copy, "python3 overfill.py write --policy doubling --max-new-tokens 20")
     assert "teacher read 16 tokens after the prompt" in written
-    assert "small norm, an eighth" in shell(copy, "python3 compress.py --tokens 64")
+    assert "small norm, an eighth" in shell(copy, "python3 compress.py --tokens 128")
     judge = "from studies.core import Rows, judge_claims; print(judge_claims(Rows('lengths'))[-1]['verdict'])"
     assert shell(copy, f'python3 -c "{judge}"').strip() in ("HOLDS", "DOES NOT HOLD", "NOT SHOWN")
 

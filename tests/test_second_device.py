@@ -30,7 +30,7 @@ RUNS = [
     *(
         pytest.param(command, marks=pytest.mark.slow)
         for command in (
-            "compress --tokens 64",
+            "compress --tokens 128",
             "speculate write --by text",
             # two tokens: rounding makes longer texts differ in bfloat16, where a CPU has kernels of its own
             "llama_kv_cache --dtype bfloat16 --model LLAMA --max-new-tokens 2",
