@@ -217,9 +217,10 @@ class SlidingWindowCache(KVCache):  # RING
                 return kv[0], kv[1], None  # RING
             k_pos = self.held(n + T)  # RING
         else:  # RING  read before writing: the first new token sees what the last one evicts
-            seen = self.visible(self.pos, n)  # RING  not what a failed pass left
+            held = self.pos.to(pos)  # RING
+            seen = self.visible(held, n)  # RING  not what a failed pass left
             kv = torch.cat([ring[..., : len(seen), :][..., seen, :], kv], dim=3)  # RING
-            k_pos = torch.cat([self.pos[seen].to(pos), pos])  # RING
+            k_pos = torch.cat([held[seen], pos])  # RING
         return kv[0], kv[1], self.visible(k_pos.to(pos), pos[:, None])  # RING
 
     def commit(self, pos: Tensor) -> None:  # RING

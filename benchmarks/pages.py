@@ -78,6 +78,16 @@ def half_text(pattern: str, base: str) -> str:
     return render_words("half", newest_record(pattern), base)
 
 
+def gpu_tables() -> str:
+    """Return the tables of the newest records of a GPU: a Llama, a GPT-2, and many texts at once."""
+    parts = [
+        conditions_and_table(newest_record("gpu/*/llama.json")),
+        conditions_and_table(newest_record("gpu/*/summary.json")),
+        batches.requests_report(newest_record("gpu/*/requests.json")["counts"], markdown=True),
+    ]
+    return "\n\n".join(parts)
+
+
 def demo_output() -> str:
     """Return the output of the README's first command; the text that it writes is cut short."""
     command = [sys.executable, "gpt_kv_cache.py", "--compare"]
@@ -95,7 +105,10 @@ NAMES = {  # what the pages' templates may call
     "format": None,
     "fleet": lambda: table(*scale.fleet_table()[:2], markdown=True),
     "gpt2_in_half": lambda: conditions_and_table(newest_record("*-half-amd/summary.json")),
+    "gpu": gpu_tables,
+    "gpu_steps": lambda: render_words("gpu_steps", newest_record("gpu/*/summary.json"), BASE),
     "half": half_text,
+    "cudnn": lambda: render_words("cudnn", newest_record("gpu/*/cudnn.json")),
     "llama_cpp": lambda: render_words("llama_cpp", newest_record("*/llama.json"), LLAMA),
     "llama": lambda: conditions_and_table(newest_record("*/llama.json")),
     "processors": processors_table,

@@ -1,4 +1,4 @@
-"""How a model computes one-token decoding on a CPU: the order of its weights in memory, and in half precision the kernels
+"""How a model computes one-token decoding: on a CPU the order of its weights in memory, and in half precision the kernels
 that are fast. A step multiplies one row with every matrix, at best as fast as memory is read."""
 
 import time
@@ -21,9 +21,12 @@ def order_for_decoding(model: nn.Module) -> nn.Module:
     In float32 that is the order of (in, out), a row of weights for each input. In half precision only the order of
     (out, in) has a fast kernel; the other is several times as slow. Shapes stay: a weight is then the transpose of a
     matrix in the right order. In half precision, passes of one token also go without oneDNN, and attend in float32. A
-    model that is converted to another dtype later computes the same, slowly.
+    model that is converted to another dtype later computes the same, slowly. On a GPU, half precision goes without
+    cuDNN's attention, in the whole process: it plans anew for each length of a cache, which takes longer than a step.
     """
     is_half = model.wte.weight.dtype.itemsize == 2
+    if is_half:
+        torch.backends.cuda.enable_cudnn_sdp(False)
     for name, weight in model.named_parameters():
         if ".c_" in name and weight.dim() == 2:  # Conv1D's, stored (in, out)
             weight.data = transposed_in_memory(weight) if is_half else weight.contiguous()

@@ -10,7 +10,6 @@ import signal
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from collections.abc import Iterator
-from functools import partial
 
 import pytest
 import torch
@@ -87,7 +86,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
             yield request.param
     else:
         if request.param != "cpu":  # which is the default anyway, and faster unasked
-            monkeypatch.setattr(torch, "Generator", partial(torch.Generator, device=request.param))
+            make = torch.Generator
+            monkeypatch.setattr(torch, "Generator", lambda device=request.param: make(device))
             torch.set_default_device(request.param)
         yield request.param
     torch.set_default_device(None)

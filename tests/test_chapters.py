@@ -204,6 +204,13 @@ def test_every_hunk_has_words() -> None:
         assert found == {*range(1, len(blocks.find_hunks(*pair)) + 1)}, pair
 
 
+def test_no_line_of_a_page_begins_with_a_mark_and_goes_on() -> None:
+    """Or GitHub shows the line as HTML: by itself, with the signs of Markdown."""
+    for page in ROOT.rglob("*.md"):
+        found = re.findall(r"^\s*<!-- \{.*? -->(?!<!-- end -->$).+", page.read_text(), re.MULTILINE)
+        assert not found, (page, found)
+
+
 def test_transformers_reads_the_folder_that_engines_are_given(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     export = blocks.import_file(CHAPTERS / "10_beyond" / "export.py")

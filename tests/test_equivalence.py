@@ -61,11 +61,12 @@ def randomize(model: torch.nn.Module) -> None:
 
 
 def model_of(config: object, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """Return the model that a config is of, its random weights the same in every file."""
-    model = MODELS[type(config)](config).eval()
+    """Return the model that a config is of, its random weights the same in every file and on every
+    device."""
+    model = MODELS[type(config)](config).eval().cpu()
     torch.manual_seed(seed)
     randomize(model)
-    return model.to(dtype).requires_grad_(False)
+    return model.to(torch.get_default_device(), dtype).requires_grad_(False)
 
 
 def text(tokens: Iterator[Tensor]) -> Tensor:

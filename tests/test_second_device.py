@@ -67,7 +67,7 @@ def second(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def printed(command: str) -> list[str]:
     """Return the words that a script prints, without times, their columns' widths, devices, and
     decimals of a random model's perplexity."""
-    times = r"-?[\d.,]*\d( ms| times| tokens/s|%)|\s+[\d.,]*\d(?=\s)|-{3,}|(bytes on|device:) \w+|(?<=\d{4})\.\d+"
+    times = r"-?[\d.,]*\d( ms| times| tokens/s|%)|\s+[\d.,]*\d(?=\s)|-{3,}|(bytes on \w+|device: .+)|(?<=\d{4})\.\d+"
     ran = start(command)
     assert ran.code == 0, ran.err
     return re.sub(times, "", ran.out).split()

@@ -438,8 +438,7 @@ def listed(pos: str) -> list[tuple[str, str]]:
 {line}"""
     return [
         (line, properties),
-        ("self.visible(self.pos, n)", "self.visible(self.held(n), n)"),
-        ("self.pos[seen].to(pos)", "self.held(n)[seen].to(pos)"),
+        ("self.pos.to(pos)", "self.held(n).to(pos)"),
     ]
 
 
