@@ -3,6 +3,7 @@
 `python3 -m benchmarks --requests` gives all contenders the same weights and requests, and lets them take turns.
 """
 
+import inspect
 import random
 from collections.abc import Sequence
 from functools import partial
@@ -21,6 +22,7 @@ from paged import PagedCache, Server
 from support.tables import Table
 
 BASE, PAGED = "gpt_kv_cache.py, one at a time", "paged.py"
+PADDED = "transformers, padded generate"
 REQUEST_COUNTS = (1, 4, 16, 64)
 BLOCK_TOKENS, CHUNK_TOKENS = 16, 256  # tokens of a block, and of a prompt's pass
 Prompts, TokenLimits = list[list[int]], list[int]  # ids of each prompt, tokens to write after each
@@ -76,9 +78,13 @@ def serve_padded(model: Any, prompts: Prompts, limits: TokenLimits) -> Served:
 
 def serve_continuously(model: Any, prompts: Prompts, limits: TokenLimits) -> Served:
     """Decode all texts by transformers' continuous batching, which doesn't report the memory it
-    holds."""
+    holds. Raises ValueError if this version has none with pages."""
     import transformers
 
+    if "page_size" not in inspect.signature(transformers.ContinuousBatchingConfig).parameters:
+        raise ValueError(
+            f"transformers {transformers.__version__} has no continuous batching with a page_size, as 5.24 has"
+        )
     blocks = sum(
         -(-(len(ids) + limit) // BLOCK_TOKENS) for ids, limit in zip(prompts, limits, strict=True)
     )
@@ -107,7 +113,7 @@ def serve_continuously(model: Any, prompts: Prompts, limits: TokenLimits) -> Ser
 CONTENDERS = {  # each decodes the prompts with a model
     BASE: one_at_a_time,
     PAGED: serve_in_blocks,
-    "transformers, padded generate": serve_padded,
+    PADDED: serve_padded,
     "transformers, continuous batching": serve_continuously,
 }
 

@@ -106,6 +106,11 @@ NAMES = {  # what the pages' templates may call
     "fleet": lambda: table(*scale.fleet_table()[:2], markdown=True),
     "gpt2_in_half": lambda: conditions_and_table(newest_record("*-half-amd/summary.json")),
     "gpu": gpu_tables,
+    "gpu_bytes": lambda: render_words(
+        "gpu_bytes", newest_record("gpu/*/requests.json")["counts"], batches.PAGED, batches.PADDED
+    ),
+    "gpu_conditions": lambda: render_words("gpu_conditions", newest_record("gpu/*/llama.json")),
+    "gpu_half": lambda: render_words("gpu_half", newest_record("gpu/*/llama.json"), LLAMA),
     "gpu_steps": lambda: render_words("gpu_steps", newest_record("gpu/*/summary.json"), BASE),
     "half": half_text,
     "cudnn": lambda: render_words("cudnn", newest_record("gpu/*/cudnn.json")),

@@ -86,8 +86,13 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
             yield request.param
     else:
         if request.param != "cpu":  # which is the default anyway, and faster unasked
-            make = torch.Generator
-            monkeypatch.setattr(torch, "Generator", lambda device=request.param: make(device))
+            there = request.param
+
+            class GeneratorThere(torch.Generator):
+                def __new__(cls, device: str = there) -> torch.Generator:
+                    return super().__new__(cls, device)
+
+            monkeypatch.setattr(torch, "Generator", GeneratorThere)
             torch.set_default_device(request.param)
         yield request.param
     torch.set_default_device(None)

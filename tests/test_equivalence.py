@@ -61,7 +61,7 @@ def randomize(model: torch.nn.Module) -> None:
 
 
 def model_of(config: object, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """Return the model that a config is of, its random weights the same in every file and on every
+    """Return the model of a config, with the same random weights in every file and on every
     device."""
     model = MODELS[type(config)](config).eval().cpu()
     torch.manual_seed(seed)

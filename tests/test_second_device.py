@@ -65,9 +65,9 @@ def second(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def printed(command: str) -> list[str]:
-    """Return the words that a script prints, without times, their columns' widths, devices, and
+    """Return the words that a script prints, without times, their columns' widths, devices, their machines, and
     decimals of a random model's perplexity."""
-    times = r"-?[\d.,]*\d( ms| times| tokens/s|%)|\s+[\d.,]*\d(?=\s)|-{3,}|(bytes on \w+|device: .+)|(?<=\d{4})\.\d+"
+    times = r"-?[\d.,]*\d( ms| times| tokens/s|%)|\s+[\d.,]*\d(?=\s)|-{3,}|(bytes on \w+|(device|machine): .+)|(?<=\d{4})\.\d+"
     ran = start(command)
     assert ran.code == 0, ran.err
     return re.sub(times, "", ran.out).split()
