@@ -107,7 +107,8 @@ class RefreshedPair(Pair):
 
     def read_token(self, token: Tensor, policy: Policy) -> None:
         """Let the student read the next token (B, 1), then refresh its cache if the policy says so.
-        If the context is full, the teacher reads its later half again."""
+        The token after it is then predicted from the refreshed cache. If the context is full, the
+        teacher reads its later half again."""
         self.ids = torch.cat([self.ids, token], 1)
         self.written += 1
         self.newest_reading = None
@@ -161,7 +162,8 @@ class RefreshedPair(Pair):
 
     def refresh(self, rows: Tensor, policy: Policy) -> None:
         """Replace the student's entries since the last refresh, or the window's, by the teacher's
-        in the rows (B,) that are true."""
+        in the rows (B,) that are true. There the student predicts the next token again, from the
+        refreshed cache; that takes one more pass."""
         started = time.perf_counter()
         tokens_before = int(self.teacher_tokens.sum())
         counts = self.tokens_since_refresh * rows  # (B,)
@@ -169,6 +171,8 @@ class RefreshedPair(Pair):
             counts = counts.clamp(max=policy.window)
         if self.same_geometry:
             splice_last(self.student_cache, self.consult_teacher(rows, policy).cache, counts)
+            again = self.student(self.ids[:, -1:], LastTokenAgain(self.student_cache))
+            self.logits = torch.where(rows[:, None], again[:, -1], self.logits)
         tokens_read = int(self.teacher_tokens.sum()) - tokens_before  # int() waits for the device
         seconds = time.perf_counter() - started
         self.tokens_since_refresh *= ~rows
@@ -274,7 +278,7 @@ class Gate(Policy):
             raise ValueError("threshold must be a number, got nan")
 
     def rows_to_refresh(self, pair: RefreshedPair) -> Tensor:
-        ready = pair.tokens_since_refresh >= self.cooldown
+        ready = pair.tokens_since_refresh >= max(1, self.cooldown)
         if pair.written % self.every or not ready.any():
             return super().rows_to_refresh(pair)
         return (self.signal(pair) > self.threshold) & ready
@@ -360,24 +364,42 @@ def dropout_logits(
         return model(token.expand(-1, passes), SideBySide(cache, passes))
 
 
-class SideBySide:
-    """The cache for a pass of N queries side by side, all at the position of another cache's last
-    token. Each query sees the tokens before that one, and itself. Nothing is kept."""
+class LastTokenAgain:
+    """The cache for one more query of another cache's last token, which reads all entries held there,
+    its own included; its new key and value are ignored, and nothing is kept."""
 
-    def __init__(self, cache: KVCache, passes: int) -> None:
+    def __init__(self, cache: KVCache) -> None:
         self.length = len(cache) - 1
         self.layers = cache.layers
         self.pos = cache.pos[-1:]
-        query = torch.arange(passes, device=self.pos.device)
-        before = torch.ones(passes, self.length, dtype=torch.bool, device=query.device)
-        self.mask = torch.cat([before, query == query[:, None]], 1)  # (N, n + N)
 
     def __len__(self) -> int:
         return self.length
 
     def positions(self, T: int) -> Tensor:
-        """Return the last token's position for each of the T queries (T,)."""
+        """Return the last token's position for each of T queries (T,)."""
         return self.pos.expand(T)
+
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the held keys and values (B, H, n, D), and no mask."""
+        k, v = self.layers[layer][..., : self.length + 1, :]  # (2, B, H, n, D)
+        return k, v, None
+
+    def commit(self, pos: Tensor) -> None:
+        """Keep nothing."""
+
+
+class SideBySide(LastTokenAgain):
+    """The cache for a pass of N queries of the last token side by side. Each query sees the tokens
+    before that one, and itself."""
+
+    def __init__(self, cache: KVCache, passes: int) -> None:
+        super().__init__(cache)
+        query = torch.arange(passes, device=self.pos.device)
+        before = torch.ones(passes, self.length, dtype=torch.bool, device=query.device)
+        self.mask = torch.cat([before, query == query[:, None]], 1)  # (N, n + N)
 
     def append(
         self, layer: int, k: Tensor, v: Tensor, pos: Tensor
@@ -386,9 +408,6 @@ class SideBySide:
         held = self.layers[layer][..., : self.length, :]  # (2, B, H, n, D)
         k, v = torch.cat([held, torch.stack([k, v])], 3)
         return k, v, self.mask
-
-    def commit(self, pos: Tensor) -> None:
-        """Keep nothing."""
 
 
 # --- Command line ---------------------------------------------------------------------------------
@@ -405,6 +424,17 @@ class PolicyKind(NamedTuple):
     parameters: dict[str, Callable[[str], float]]  # by the letters that stand for them in --help
     description: str  # when it refreshes
     studied: tuple[str, ...]
+    optional: int = 0  # how many of the parameters, the last ones, may be left out
+
+    @property
+    def required(self) -> int:
+        return len(self.parameters) - self.optional
+
+    def form(self, name: str) -> str:
+        """Return the form of such a policy's name, with what may be left out in brackets."""
+        letters = [*self.parameters]
+        left_out = "".join(f"[:{letter}]" for letter in letters[self.required :])
+        return ":".join([name, *letters[: self.required]]) + left_out
 
 
 # All policies. A new one is a class and a line here: the command line, the tests and the study go
@@ -435,9 +465,11 @@ POLICIES = {
     ),
     "entropy": PolicyKind(
         Entropy,
-        {"H": float},
-        "if the student's next token has more than H bits",
+        {"H": float, "C": whole_number(0)},
+        "if the student's next token has more than H bits, and at least C tokens (by default "
+        f"{Gate.cooldown}) after the last refresh",
         ("entropy~2.5", "entropy~7.8", "entropy~15.6"),
+        optional=1,
     ),
     "probe": PolicyKind(
         lambda every, threshold: ProbeKL(threshold, every=every),
@@ -461,11 +493,9 @@ def parse_policy(text: str) -> Policy:
     if name not in POLICIES:
         raise ValueError(f"unknown policy {name!r}: choose {', '.join(POLICIES)}")
     kind = POLICIES[name]
-    if len(values) != len(kind.parameters):
-        raise ValueError(
-            f"the policy {text!r} must have the form {':'.join([name, *kind.parameters])}"
-        )
-    conversions = zip(kind.parameters.values(), values, strict=True)
+    if not kind.required <= len(values) <= len(kind.parameters):
+        raise ValueError(f"the policy {text!r} must have the form {kind.form(name)}")
+    conversions = zip(kind.parameters.values(), values, strict=False)  # the rest has defaults
     try:
         return kind.create(*(convert(value) for convert, value in conversions))
     except (ArgumentTypeError, ValueError) as error:
@@ -596,11 +626,10 @@ def main(argv: list[str] | None = None) -> None:
     comparison.add_model_arguments("--teacher")
     comparison.add_length_argument(DefaultCount(160, 96))
     one_way.add_generation_arguments("--teacher")
-    forms = (
-        f"{':'.join([name, *kind.parameters])} ({kind.description})"
-        for name, kind in POLICIES.items()
+    forms = (f"{kind.form(name)} ({kind.description})" for name, kind in POLICIES.items())
+    when = (
+        f"one of {'; '.join(forms)}; probe and dropout wait {Gate.cooldown} tokens after a refresh"
     )
-    when = f"one of {'; '.join(forms)}; gates wait {Gate.cooldown} tokens after a refresh"
     comparison.add_argument(
         "--policy",
         default="periodic:64 periodic:16",

@@ -14,12 +14,15 @@ which is OverFill without a refresh; published:64 is the source's code, refreshe
 Metrics, where perplexity is the teacher's:
 
 perplexity                  of the written text, up to a token that ends it
+tail                        mean log-probability in nats of its last 50 tokens, by the teacher
 repeated                    share of its 3-grams of tokens that it already had
+characters                  of the written text
 refreshes, reads, passes    after the prompt: refreshes of a text, tokens that the teacher reads,
                             and the teacher's passes per 1,000 tokens
 time, tps, first_ms         time over OverFill's in the same turn; tokens/s after the first token;
                             milliseconds to it
-read_ms                     milliseconds of the teacher's pass over k new tokens, and the splice
+read_ms                     milliseconds of a refresh: the teacher's pass over k new tokens, the
+                            splice, and the student's query after it
 threshold                   the threshold with which a gate fires as often as its name says
 area                        area under the ROC curve with which a signal finds the tokens where the
                             models differ most
@@ -38,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tiktoken
 import torch
 from torch import Tensor, nn
 
@@ -80,6 +84,7 @@ from support.texts import rows_of_tokens
 from support.timing import TimedText, run_in_turns, time_text
 
 PROMPT_LENGTH = 192
+TAIL = 50  # the last tokens of a text, which the source judges by themselves
 MODES = {"sampled": 1.0, "greedy": 0.0}  # temperatures
 PUBLISHED = ("published:64", "published:8")
 FEW_WAYS = ("student", "none", "periodic:64", "speculative:8", "entropy~7.8")
@@ -137,6 +142,7 @@ class Texts:
     new_tokens: int
     setting: Setting
     end_ids: tuple[int, ...] = ()  # tokens after which a text isn't judged
+    tokenizer: tiktoken.Encoding | None = None  # for the number of characters
 
     def until_end(self, ids: list[int]) -> list[int]:
         """Return the new tokens of a text up to the first that ends it."""
@@ -235,14 +241,19 @@ def add_quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
         if "~" in way:
             texts.add_threshold(way, mode)
         tokens, pair = texts.start_writing(way, ids, mode, seed=0)
-        mean_nats, repeated = [], []
+        mean_nats, tail, repeated, characters = [], [], [], []
         for text in torch.cat([ids, *tokens], 1).tolist():
             written = texts.until_end(text[ids.size(1) :])
             judged = text[: ids.size(1)] + written
             token_nats = token_losses(texts.models["teacher"], judged)[-len(written) :]
             mean_nats.append(float(token_nats.double().mean()))
+            tail.append(-float(token_nats[-TAIL:].double().mean()))
             repeated.append(repetition(written))
-        texts.rows.add_values(way, setting, repeated=repeated, perplexity=mean_nats)
+            if texts.tokenizer:
+                characters.append(len(texts.tokenizer.decode(written)))
+        texts.rows.add_values(way, setting, tail=tail, repeated=repeated, perplexity=mean_nats)
+        if characters:
+            texts.rows.add_values(way, setting, characters=characters)
         if pair:
             texts.rows.add_values(
                 way,
@@ -559,7 +570,7 @@ def measure(rows: Rows, args: argparse.Namespace) -> None:
         if not is_pocket:
             setting["model"] = args.model
         models = {"teacher": teacher, "student": student}
-        texts = Texts(rows, models, prompts, new_tokens, setting)
+        texts = Texts(rows, models, prompts, new_tokens, setting, tokenizer=tokenizer)
         if not is_pocket:
             texts.end_ids = end_tokens_of(tokenizer)
         same_geometry = not geometry_difference(teacher, student)
