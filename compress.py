@@ -50,6 +50,7 @@ from support.statistics import kl
 from support.tables import table
 
 BIT_WIDTHS = (2, 4, 8, 32)  # 32: no rounding
+SHOWN_TOKENS = 8  # before the place where two texts part
 LayerState = tuple[Tensor, ...]  # what a layer holds, each (..., B, H, tokens or groups, ...)
 
 
@@ -469,7 +470,7 @@ def write(
     """Continue ids (1, T) with one cache and print the text; then say where full attention's text
     differs."""
     n_tokens = ids.size(1) + args.max_new_tokens
-    texts = {}
+    texts, bytes_a_token = {}, {}
     for way in dict.fromkeys([args.cache, "full"]):
         cache = CACHES[way].new_cache(n_tokens)
         generator = torch.Generator(args.device).manual_seed(args.seed)
@@ -488,17 +489,24 @@ def write(
             texts[way], _ = stream(tokens, tokenizer, cache)
         else:
             texts[way] = [int(token) for token in tokens]
+        bytes_a_token[way] = cache.nbytes / (
+            ids.size(1) + len(texts[way]) - 1
+        )  # the last isn't read
     written, exact = texts[args.cache], texts["full"]
-    same = common_prefix_length(written, exact)
     if CACHES[args.cache].exact:
         print("[exact: full attention]")
+        return
+    same = common_prefix_length(written, exact)
+    held, full = bytes_a_token[args.cache], bytes_a_token["full"]
+    print(f"[approximate, in {held:,.0f} bytes a token; full attention has {full:,.0f}]")
+    if held >= full:
+        print("[so short a text is kept whole: nothing has been rounded or dropped yet]")
     elif written == exact:
-        print(f"[approximate; here full attention writes the same {same} tokens]")
-    else:
-        print(
-            f"[approximate: full attention goes on differently after {same} tokens:]\n"
-            f"{tokenizer.decode(exact[same:])}"
-        )
+        print(f"[here full attention writes the same {same} tokens]")
+    if written != exact:
+        last_words = repr(tokenizer.decode(exact[max(0, same - SHOWN_TOKENS) : same]))
+        where = f"after {same} tokens, the last {last_words}" if same else "from the first token on"
+        print(f"[full attention goes on differently {where}:]\n{tokenizer.decode(exact[same:])}")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -474,8 +474,9 @@ def check_options(ids: Tensor, max_new_tokens: int, temperature: float, top_k: i
 class BCTConfig(GPTConfig):  # BCT
     """Geometry of a Bounded-Cache Transformer (BCT): that of a GPT-2, and that of its memory.
 
-    rule="sum", recent=0 is the paper's section 3.2 and nothing else; rule="mean" is ours, and adds
-    a mass of each slot, a step size and a share kept. recent tokens are ours under both rules.
+    rule="sum", recent=0 is the paper's section 3.2, with the block's own k and v in the place of
+    its W_wv x; rule="mean" is ours, and adds a mass of each slot, a step size and a share kept.
+    recent tokens are ours under both rules.
     Raises ValueError as GPTConfig does, and if slots is below 1, recent below 0, or rule unknown,
     or if slots that are read as means would begin with random numbers.
     """

@@ -3,6 +3,7 @@
 `python load_gpt2_weights.py gpt2 --verify` downloads GPT-2 and compares its text with published continuations.
 """
 
+import difflib
 import math
 import re
 import sys
@@ -118,7 +119,7 @@ PUBLIC = {
 GPT2S = [name for name in (*POCKET, *PUBLIC) if name not in ("pocket-bct", *LLAMAS)]
 NAMES = (
     f"a GPT-2: {', '.join(GPT2S)}; a Llama: {', '.join(LLAMAS)}; a folder; or a .gguf file; "
-    "NAME:int4 is the twin of one, with the weights of its blocks rounded to 4 bits"
+    "NAME:int4 is the twin of one, with the weights of its blocks rounded to 4 bits, or to another number from 2 to 8"
 )
 TWIN = re.compile("(.+):int([2-8])")
 
@@ -152,14 +153,23 @@ def find_file(name_or_path: str, filename: str) -> Path:
     if name_or_path in POCKET:
         folder = HERE / "pocket" / POCKET[name_or_path]
     elif not folder.is_dir():
-        raise ValueError(
-            f"unknown model {name_or_path!r}: choose {NAMES}; pocket-bct (only {SCRIPT_OF_KIND['BCT']})"
-        )
+        raise ValueError(f"unknown model {name_or_path!r}: {advice_on_name(name_or_path)}")
     if not (folder / filename).exists():
         raise FileNotFoundError(
             f"there is no {filename} in {folder}: a model is config.json, weights and a tokenizer"
         )
     return regular_file(folder / filename)
+
+
+def advice_on_name(name: str) -> str:
+    """Return what a name that no model has could mean."""
+    model, colon, bits = name.partition(":int")
+    if colon:
+        return f"a twin has 2 to 8 bits, as in {model}:int4, got {bits!r}"
+    known = [*POCKET, *PUBLIC, SMOLLM2]
+    if near := difflib.get_close_matches(name, known, 1):
+        return f"did you mean {near[0]}? --help names all"
+    return f"it is no folder, no .gguf file and no name such as pocket, {SMOLLM2} or gpt2; --help names all"
 
 
 def is_gguf(path: Path) -> bool:

@@ -42,9 +42,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from gpt_kv_cache import KVCache, generate
+from gpt_kv_cache import KVCache, check_options, generate
 from llama_kv_cache import rotate, rotation
-from load_gpt2_weights import load_model, load_tokenizer, read_weights
+from load_gpt2_weights import POCKET, load_model, load_tokenizer, read_weights
 from pocket import corpus
 from recycle import prefilled_cache
 from support.cli import CommandLine, utf8
@@ -52,9 +52,11 @@ from support.encoders import PairEncoder
 from support.files import read_json, write_atomically, write_json
 from support.fingerprints import fingerprint, raw_bytes
 from support.geometry import kv_heads, rotary_settings
+from support.gguf_files import SMOLLM2
 from support.regression import cross_validate, ridge
 from support.statistics import kl
 from support.tables import table
+from support.texts import CAPITALS, read_pairs
 from support.tokenizers import END_OF_TEXT
 
 LOSS_PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1)  # of stage 1, for cross-validation
@@ -256,6 +258,9 @@ def standardise(x: Tensor, present: Tensor, mean: Tensor, scale: Tensor) -> Tens
     return ((x - mean[:, None]) / scale[:, None] * present).flatten(2)
 
 
+COMPRESSOR_NUMBERS = ("m", "T", "steps", "penalty")  # what a Compressor has beside its maps
+
+
 class Compressor:
     """Stage 1 as the source defines it: one linear map C for each head, from a prompt's whole cache
     [K || V], R^(T x 2 D), to its summary tokens, R^(m x 2 D). The map is the same for all prompts.
@@ -366,6 +371,42 @@ class Compressor:
         error = (approximation - output).square().mean((0, -2, -1))  # (L, H)
         return float((error / output.square().mean((0, -2, -1))).sum())
 
+    def save(self, path: Path) -> None:
+        """Write the map to a safetensors file."""
+        numbers = [getattr(self, name) for name in COMPRESSOR_NUMBERS]
+        tensors = {"numbers": torch.tensor(numbers, dtype=torch.float64)}
+        model_bytes = bytes.fromhex(fingerprint(self.model))
+        tensors["model"] = torch.tensor([*model_bytes], dtype=torch.uint8)
+        for layer, layer_map in enumerate(self.layers):
+            tensors |= {f"{layer}.{name}": x for name, x in layer_map._asdict().items()}
+        write_atomically(path, lambda file: save_file(tensors, file))
+
+    @classmethod
+    def load(cls, path: Path, model: nn.Module) -> Compressor:
+        """Return the map in a file that save() wrote, for the same model. Raises FileNotFoundError if
+        there is none, ValueError if it holds something else."""
+        tensors = read_weights(path)
+        names = [
+            f"{layer}.{name}" for layer in range(model.config.n_layer) for name in LayerMap._fields
+        ]
+        if {*tensors} != {"numbers", "model", *names} or len(tensors["numbers"]) != 4:
+            raise ValueError(
+                f"{path} is no compressor of {model.config.n_layer} layers: it holds {len(tensors)} tensors"
+            )
+        if tensors["model"].tolist() != [*bytes.fromhex(fingerprint(model))]:
+            raise ValueError(
+                f"{path} was fitted on another model or dtype: name that, or fit it again"
+            )
+        compressor = cls.__new__(cls)
+        m, T, steps, penalty = tensors["numbers"].tolist()
+        compressor.model, compressor.penalty = model, penalty
+        compressor.m, compressor.T, compressor.steps = int(m), int(T), int(steps)
+        compressor.layers = []
+        for layer in range(model.config.n_layer):
+            parts = [tensors[f"{layer}.{name}"] for name in LayerMap._fields]
+            compressor.layers.append(LayerMap(*parts))
+        return compressor
+
     @classmethod
     def fit(
         cls,
@@ -385,6 +426,13 @@ class Compressor:
 
         penalty = cross_validate(error, families[:VALIDATION_PROMPTS], LOSS_PENALTIES)
         return cls(model, prompts, m, penalty, T)
+
+
+def map_bytes(model: nn.Module, T: int, m: int) -> int:
+    """Return the bytes of stage 1's map from T tokens to m summary tokens, for all heads."""
+    config = model.config
+    heads = config.n_layer * kv_heads(config)
+    return 4 * heads * (2 * config.head_dim) ** 2 * T * m
 
 
 # --- Stage 2: summary tokens of one prompt become those of another --------------------------------
@@ -411,10 +459,11 @@ class Projector:
         mean, scale = x.mean(-2, keepdim=True), x.std(-2, keepdim=True).clamp(min=1e-6)
         offset = y.mean(-2, keepdim=True)
         x, y = (x - mean) / scale, y - offset
-        weights = [ridge(*layer, penalty).float() for layer in zip(x, y, strict=True)]
-        self.weight = torch.stack(weights)
+        self.weight = torch.empty(*x.shape[:2], x.size(-1), y.size(-1))  # (L, H, F, F)
+        for weight, *layer in zip(self.weight, x, y, strict=True):
+            weight.copy_(ridge(*layer, penalty))  # gigabytes in a large model: in place
         self.mean, self.scale, self.offset = mean.float(), scale.float(), offset.float()
-        # (L, H, 1, F) each; the weight is (L, H, F, F)
+        # (L, H, 1, F) each
 
     def __call__(self, summaries: Tensor) -> Tensor:
         """Return summary tokens (N, L, 2, H, m, D) after projection, in the same shape."""
@@ -510,8 +559,29 @@ class Library:
         self.match_names, self.shared_chars = match_names, shared_chars
         texts = [text[shared_chars:] for text in self.texts]
         self.embeddings = encoder(texts) if texts else np.zeros((0, 1))
+        self.count_names()
+
+    def count_names(self) -> None:
+        """Find the names in the stored texts, and count them."""
         self.known_names = {name for text in self.texts for name in names_within_sentences(text)}
         self.name_counts = Counter(name for text in self.texts for name in self.names_of(text))
+
+    def add(self, text: str, summary: Tensor) -> None:
+        """Store one more text with its summary tokens (L, 2, H, m, D). Raises ValueError, and stores
+        nothing, if their shape or the beginning of the text isn't that of the stored ones."""
+        shape, given = self.summaries.shape[1:], summary.shape
+        if given != shape if self.texts else (len(given), given[-2]) != (5, self.layout.m):
+            raise ValueError(f"summary tokens of shape {[*given]}, stored are {[*shape]}")
+        shared = self.texts[0][: self.shared_chars] if self.texts else ""
+        if not text.startswith(shared):
+            raise ValueError(f"the text doesn't begin with {shared!r}, as the stored ones do")
+        summaries, embeddings = summary[None], self.encoder([text[self.shared_chars :]])
+        if self.texts:
+            summaries = torch.cat([self.summaries, summaries.to(self.summaries)])
+            embeddings = np.concatenate([self.embeddings, embeddings])
+        self.summaries, self.embeddings = summaries, embeddings
+        self.texts.append(text)
+        self.count_names()
 
     def names_of(self, text: str) -> set[str]:
         """Return the names and numbers of a text. A capitalised word at the beginning of a sentence
@@ -597,27 +667,41 @@ class Library:
 
 
 def generate_warm(
-    model: nn.Module, ids: Tensor, warm_cache: KVCache, tail: int, max_new_tokens: int
+    model: nn.Module,
+    ids: Tensor,
+    warm_cache: KVCache,
+    tail: int,
+    max_new_tokens: int,
+    until_ready: bool = False,
 ) -> Iterator[Tensor]:
     """Yield tokens after ids (1, T) as generate() does, but take the first one from a warm cache,
     which stands for all of ids but the tail. Meanwhile, a thread of low priority reads ids exactly.
-    All further tokens are those that generate() yields after ids and the first token.
+    All further tokens are those that generate() yields after ids and the tokens already written.
 
-    Raises ValueError if ids and the first token exceed the context.
+    until_ready: as the source has it, tokens come from the warm cache until the exact one is ready
+    (or the context is full); how many these are is a matter of time. Raises ValueError if ids and
+    the first token exceed the context.
     """
+    check_options(ids, max_new_tokens, 0.0, None)
+    if max_new_tokens == 0:
+        return
     T, n_ctx = ids.size(1), model.config.n_ctx
     if n_ctx <= T:
         raise ValueError(f"{T} tokens and the first new one exceed the context, {n_ctx}")
     # The zeros stand for the cached tokens, which the model never reads.
     stand_in = torch.cat([ids.new_zeros(1, len(warm_cache)), ids[:, T - tail :]], 1)
-    first_token = next(generate(model, stand_in, 1, cache=warm_cache))
+    warm_tokens = generate(model, stand_in, max_new_tokens, cache=warm_cache)
+    written = [next(warm_tokens)]
     with ThreadPoolExecutor(1, initializer=lower_thread_priority) as pool:
         exact_reading = pool.submit(prefilled_cache, model, ids[0].tolist())
-        yield first_token
+        yield written[0]
+        most = min(max_new_tokens, n_ctx - T) if until_ready else 1
+        while len(written) < most and not exact_reading.done():
+            written.append(next(warm_tokens))
+            yield written[-1]
         exact_cache = exact_reading.result()
-    yield from generate(
-        model, torch.cat([ids, first_token], 1), max_new_tokens - 1, cache=exact_cache
-    )
+    text = torch.cat([ids, *written], 1)
+    yield from generate(model, text, max_new_tokens - len(written), cache=exact_cache)
 
 
 def lower_thread_priority() -> None:
@@ -631,6 +715,10 @@ def lower_thread_priority() -> None:
 # Made by python3 -m studies.projection --kinds quiz.
 QUIZ_LIBRARY = Path(__file__).resolve().parent / "data" / "quiz_library"
 PROPOSED, OURS = "proposed", "ours"  # folders in it, and names of the ways
+# The demo's fit on a model other than pocket:
+FIT_FAMILIES, FIT_STEPS, FIT_PENALTY = 20, 20, 1e-2
+SUMMARY_TOKENS = 8
+MAX_MAP_BYTES = 4_000_000_000  # bytes of stage 1's map
 GOOD_KL = 0.05  # nats, the proposal's threshold
 FirstToken = Callable[[str, list[int]], Tensor]  # a text and its ids -> logits (V,)
 shared_beginning = os.path.commonprefix  # of texts or lists, element by element
@@ -642,6 +730,10 @@ def load_libraries(
     """Return the libraries that a study has stored in a folder, by name: the proposal's, if it is
     there, and ours. Raises as Library.load() does."""
     # A study leaves out the proposal's library if its map would be too large.
+    if not (folder / OURS).is_dir():
+        raise FileNotFoundError(
+            f"{folder} is no library: it lacks a folder {OURS}, as one of the projection study has"
+        )
     ways = [PROPOSED, OURS] if (folder / PROPOSED).is_dir() else [OURS]
     return {way: Library.load(model, tokenizer, folder / way) for way in ways}
 
@@ -678,7 +770,7 @@ def first_line(tokens: Iterator[Tensor], tokenizer: tiktoken.Encoding) -> str:
         text += tokenizer.decode([int(token)])
         if "\n" in text or END_OF_TEXT in text:
             break
-    return text.replace(END_OF_TEXT, "").strip()
+    return text.partition(END_OF_TEXT)[0].partition("\n")[0].strip()
 
 
 def answer_question(
@@ -734,6 +826,47 @@ def reworded_questions(stored: set[str]) -> list[str]:
     return questions
 
 
+def fit_library(model: nn.Module, tokenizer: tiktoken.Encoding) -> tuple[Library, list[str]]:
+    """Fit both stages, reduced to FIT_FAMILIES families of questions about capitals in two wordings, on a model. Return
+    a library of questions about other capitals, as proposed, and these questions in other words. Raises ValueError if
+    the map of stage 1 would take more than MAX_MAP_BYTES."""
+    families = read_pairs(CAPITALS)
+    fitted = [family[:2] for family in families["train"][:FIT_FAMILIES]]
+    prompts = [text for family in fitted for text, _ in family]
+    # Every second family stores its other wording.
+    pairs = [family[1::-1] if i % 2 else family[:2] for i, family in enumerate(families["test"])]
+    stored, asked = ([text for text, _ in wordings] for wordings in zip(*pairs, strict=True))
+    ids_of = {text: tokenizer.encode(text) for text in (*prompts, *stored, *asked)}
+    longest = max(map(len, ids_of.values())) - 1
+    nbytes = map_bytes(model, longest, SUMMARY_TOKENS)
+    if nbytes > MAX_MAP_BYTES:
+        raise ValueError(
+            f"stage 1's map would take {nbytes:,} bytes for this model; at most {MAX_MAP_BYTES:,} are allowed"
+        )
+    exact = {text: prefill(model, ids) for text, ids in ids_of.items() if text not in asked}
+    compressor = Compressor(
+        model, [exact[text] for text in prompts], SUMMARY_TOKENS, FIT_PENALTY, longest, FIT_STEPS
+    )
+    summaries = compressor(
+        [exact[text] for text in prompts]
+    )  # both wordings of a family are neighbours
+    other_wording = torch.arange(len(prompts)).view(-1, 2).flip(1).flatten()
+    projector = Projector(summaries, summaries[other_wording], FIT_PENALTY)
+    shared_chars = len(shared_beginning(prompts))
+    names = [i for i, family in enumerate(fitted) for _ in family]
+    encoder = PairEncoder.fit(tokenizer, [text[shared_chars:] for text in prompts], names)
+    library = Library(
+        model,
+        Layout(SUMMARY_TOKENS, true_positions=False),
+        encoder,
+        stored,
+        projector(compressor([exact[text] for text in stored])),
+        match_names=True,
+        shared_chars=shared_chars,
+    )
+    return library, asked
+
+
 def ways_to_a_first_token(
     libraries: dict[str, Library], tokenizer: tiktoken.Encoding
 ) -> dict[str, FirstToken]:
@@ -751,13 +884,15 @@ def ways_to_a_first_token(
     def from_neighbour(text: str, _: list[int]) -> Tensor:
         return neighbour_logits[proposal.nearest(text)[0]]
 
-    return {
+    ways = {
         "cold: the prompt is read": lambda _, ids: logits_after(model, ids),
         "rival: exact shared beginning, the rest read": from_shared_beginning,
         "proposed: 8 projected summary tokens, 1 token read": partial(first_logits, proposal),
-        "ours: 1 summary token as stored, 16 tokens read": partial(first_logits, libraries[OURS]),
-        "control: the neighbour's logits": from_neighbour,
     }
+    if OURS in libraries:
+        ours = partial(first_logits, libraries[OURS])
+        ways["ours: 1 summary token as stored, 16 tokens read"] = ours
+    return ways | {"control: the neighbour's logits": from_neighbour}
 
 
 def time_first_tokens(
@@ -772,13 +907,16 @@ def time_first_tokens(
     return milliseconds, torch.stack(logits).double()
 
 
-def demo(libraries: dict[str, Library], tokenizer: tiktoken.Encoding) -> None:
+def demo(
+    libraries: dict[str, Library], tokenizer: tiktoken.Encoding, questions: list[str], limits: str
+) -> None:
     """Ask the stored questions in other words; print how soon the first token comes, and how good
-    it is, as proposed, by our summary tokens and by two rivals."""
+    it is, as proposed, by our summary tokens (if they are there) and by two rivals. limits: what of
+    the whole test is left out, for the last lines."""
     proposal = libraries[PROPOSED]
     stored = {*proposal.texts}
-    questions = reworded_questions(stored)
-    similar = [text for text in questions if proposal.nearest(text)[1] >= proposal.threshold]
+    found = [(text, *proposal.nearest(text)) for text in questions]
+    similar = [text for text, i, likeness in found if i >= 0 and likeness >= proposal.threshold]
     prompts = [(text, tokenizer.encode(text)) for text in similar]
     rows = []
     for name, first_token in ways_to_a_first_token(libraries, tokenizer).items():
@@ -792,7 +930,7 @@ def demo(libraries: dict[str, Library], tokenizer: tiktoken.Encoding) -> None:
         rows.append([name, *figures, f"{good_share:.0%}"])
     header = ["the first token", "ms", "saved", "KL(cold || warm)", "KL <= 0.05"]
     print(f"""\
-{len(stored)} quiz questions are stored, and asked in {len(questions)} other wordings; for
+{len(stored)} questions are stored, and asked in {len(questions)} other wordings; for
 {len(prompts)} of these, the stored one that is found is similar enough.
 
 {table(header, rows)}
@@ -801,7 +939,15 @@ Exact: the cold start and the rival. Approximate: the first token of the others;
 come from the prompt, which is read meanwhile.
 To survive its own test a warm start must save 35%, with KL <= {GOOD_KL} on 80% of the prompts.
 
-The whole test takes about two hours: python3 -m studies.projection""")
+{limits}""")
+
+
+def reduced_limits(model: str) -> str:
+    """Return how the demo's fit is reduced, and what measures a whole one."""
+    pairs = "" if model == SMOLLM2 else " --pairs data/capitals.csv"
+    return f"""\
+A reduced fit, on {FIT_FAMILIES} other capitals in two wordings: {FIT_STEPS} steps of L-BFGS a head where the whole test takes
+{STEPS}, and no cross-validation: python3 -m studies.projection --model {model}{pairs}"""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -825,20 +971,31 @@ def main(argv: list[str] | None = None) -> None:
         help="prompts stored by a study; default: the quiz questions in data/",
     )
     with cli.parse(argv) as args:
-        if args.library is None and args.model != "pocket":
+        is_pocket, base = args.model == "pocket", args.model.partition(":")[0]
+        if args.action == "ask" and args.library is None and not is_pocket:
             raise ValueError(
                 f"the stored questions are pocket's: for {args.model}, store others by "
-                f"`python3 -m studies.projection --model {args.model} --pairs FILE`, then "
-                "`ask --library results/projection/library`"
+                f"`python3 -m studies.projection --model {args.model}`, with `--pairs FILE` if that asks for it, then "
+                f"`ask QUESTION --model {args.model} --library results/projection/library`"
+            )
+        if args.action == "demo" and base in POCKET and not is_pocket:
+            raise ValueError(
+                f"the stored questions are pocket's: try --model pocket, not {args.model}"
             )
         model = load_model(args.model, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
-        library = QUIZ_LIBRARY if args.library is None else Path(args.library)
-        libraries = load_libraries(model, tokenizer, library)
-        if args.action == "demo":
-            demo(libraries, tokenizer)
-        else:
+        if args.action == "ask":
+            library = QUIZ_LIBRARY if args.library is None else Path(args.library)
+            libraries = load_libraries(model, tokenizer, library)
             answer_question(libraries, tokenizer, args.question, args.max_new_tokens)
+        elif is_pocket:
+            libraries = load_libraries(model, tokenizer, QUIZ_LIBRARY)
+            questions = reworded_questions({*libraries[PROPOSED].texts})
+            limits = "The whole test takes about two hours: python3 -m studies.projection"
+            demo(libraries, tokenizer, questions, limits)
+        else:
+            library, questions = fit_library(model, tokenizer)
+            demo({PROPOSED: library}, tokenizer, questions, reduced_limits(args.model))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tiktoken
@@ -41,6 +41,7 @@ from support.chat import (
 )
 from support.cli import CommandLine, DefaultCount, study_command, whole_number, writable_folder
 from support.encoders import load_encoder
+from support.figures import write_figure
 from support.files import read_csv, write_csv
 from support.prefix import common_prefix_length
 from support.printing import end_tokens_of
@@ -313,11 +314,12 @@ def demo(
     folder: Path,
     with_similarity: bool,
     study: str,
+    with_figures: bool = False,
 ) -> None:
-    """Run the source's protocol with one additional, long prompt; write baseline.csv and
-    recycled.csv (section 4.4), and print how much time reuse saves and whether the texts stay the
-    same. with_similarity: whether the encoder can compare answers; embeddings of tokens can't;
-    study: the command that measures more.
+    """Run the source's protocol with one additional, long prompt; write baseline.csv, recycled.csv
+    (section 4.4) and comparison.csv (5.1), and print how much time reuse saves and whether the texts
+    stay the same. with_similarity: whether the encoder can compare answers; embeddings of tokens
+    can't; study: the command that measures more; with_figures: draw latency.png and speedup.png too.
 
     Raises ValueError if a prompt leaves no room for the answer.
     """
@@ -335,6 +337,12 @@ def demo(
             outcomes = {way: outcome._replace(similarity="") for way, outcome in outcomes.items()}
         results.append(outcomes)
     write_results(results, folder)
+    compared = compared_rows(results, lengths)
+    write_csv(folder / "comparison.csv", [*compared[0]], [[*row.values()] for row in compared])
+    written = ["baseline.csv", "recycled.csv", "comparison.csv"]
+    if with_figures:
+        draw_comparison(compared, folder)
+        written += ["latency.png", "speedup.png"]
     prompt_header = ["prompt", "tokens", "reused: source", "ours"]
     prompt_header += ["text: source", "published", "ours"]
     prompt_rows = [prompt_row(*pair) for pair in zip(results, lengths, strict=True)]
@@ -361,7 +369,7 @@ and uses positions twice.
 The source: "average latency decreased by roughly by 30-50%" (5.2); similarity "was 0.66–0.82, indicating near
 identical responses" (5.4).
 
-Written to {folder}: baseline.csv, recycled.csv
+Written to {folder}: {", ".join(written)}
 The full study: {study}""")
 
 
@@ -430,6 +438,61 @@ def write_results(results: Sequence[dict[str, Outcome]], folder: Path) -> None:
             for way in ways:
                 rows.append([way, *(getattr(result[way], column) for column in columns)])
         write_csv(folder / f"{name}.csv", ["way", *columns], rows)
+
+
+def compared_rows(
+    results: Sequence[dict[str, Outcome]], lengths: Sequence[int]
+) -> list[dict[str, str | float]]:
+    """Return a row for each prompt, of so many tokens, and each recycling way: both latencies, how much
+    is reused, the similarity of the texts, and S, the source's speed-up in percent (section 5)."""
+    rows = []
+    for result, length in zip(results, lengths, strict=True):
+        cold = result["cold"]
+        for way in RECYCLING_WAYS:
+            outcome = result[way]
+            row = {"prompt": outcome.prompt, "way": way, "prompt_tokens": length}
+            row |= {"baseline_latency_s": cold.latency_s, "recycled_latency_s": outcome.latency_s}
+            row |= {"reused_tokens": outcome.reused_tokens, "similarity": outcome.similarity}
+            row["speedup_percent"] = 100 * (1 - outcome.latency_s / cold.latency_s)
+            row["same_length"] = outcome.length == cold.length
+            rows.append(row)
+    return rows
+
+
+def draw_comparison(rows: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Draw the source's two pictures: the latency of each prompt, and the speed-up by the share of the
+    prompt that is reused. Texts of another length than the cold one are left out of the second."""
+
+    def latencies(axes: Any) -> None:
+        prompts = [*dict.fromkeys(row["prompt"] for row in rows)]
+        baseline = {row["prompt"]: row["baseline_latency_s"] for row in rows}
+        series = {"cold": [baseline[prompt] for prompt in prompts]}
+        for way in RECYCLING_WAYS:
+            series[way] = [row["recycled_latency_s"] for row in rows if row["way"] == way]
+        width = 0.8 / len(series)
+        for i, (way, seconds) in enumerate(series.items()):
+            at = [prompt + (i - 1.5) * width for prompt in range(len(prompts))]
+            axes.bar(at, [1000 * s for s in seconds], width, label=way)
+        axes.set_xticks(range(len(prompts)), [f"{i + 1}" for i in range(len(prompts))])
+
+    def speedups(axes: Any) -> None:
+        for way, marker in zip(RECYCLING_WAYS, "os^", strict=True):
+            points = [
+                (row["reused_tokens"] / row["prompt_tokens"], row["speedup_percent"])
+                for row in rows
+                if row["way"] == way and row["same_length"]
+            ]
+            if points:
+                axes.plot(*zip(*points, strict=True), marker, label=way)
+        axes.axhline(0, color="grey", linewidth=0.8)
+
+    labels = {"title": "To the last token, by prompt", "xlabel": "prompt", "ylabel": "ms"}
+    write_figure(folder / "latency.png", latencies, **labels)
+    labels = {
+        "title": "Speed-up by reuse depth",
+        "xlabel": "share of the prompt that is reused, k / m",
+    }
+    write_figure(folder / "speedup.png", speedups, ylabel="% saved, S", **labels)
 
 
 # The conversation.
@@ -601,6 +664,9 @@ def main(argv: list[str] | None = None) -> None:
         metavar="FOLDER",
         help="where the tables go",
     )
+    run.add_argument(
+        "--figures", action="store_true", help="draw latency.png and speedup.png beside them"
+    )
     talk.add_argument(
         "--store",
         default="results/recycle/store",
@@ -640,6 +706,7 @@ def main(argv: list[str] | None = None) -> None:
                     args.out,
                     with_similarity=args.encoder != "tokens",
                     study=study_command("recycling", args.model),
+                    with_figures=args.figures,
                 )
         form = conversation_form(args.model, tokenizer, args.system)
         store = Store(model, None if args.fresh else args.store, args.capacity)

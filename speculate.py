@@ -407,7 +407,11 @@ def main(argv: list[str] | None = None) -> None:
     with cli.parse(argv) as args:
         student_name = args.student or default_student(args.model)
         options = {"device": args.device, "dtype": args.dtype}
-        if args.action == "write" and args.by == "text" and args.student is None:
+        if args.action == "write" and args.by == "text":
+            if args.student is not None:
+                raise ValueError(
+                    f"--by text drafts without --student {args.student}: give one of the two"
+                )
             teacher, tokenizer = load_model(args.model, **options), load_tokenizer(args.model)
             student = teacher  # which isn't asked for drafts
         else:

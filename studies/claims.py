@@ -5,9 +5,7 @@ unless it is called ours. Claims about time are judged at the source's geometry,
 parameters or by counting work; claims about quality with a trained model.
 """
 
-from collections import Counter
-
-from studies.core import MINUTES, Claim, Rows, answer_of, claim_tables, first_words
+from studies.core import MINUTES, Claim, Rows, answer_of, claim_tables
 from studies.core import judge_claims as claims_of
 from support.cli import CommandLine
 from support.tables import Table, page
@@ -32,22 +30,21 @@ def claims_of_all_sources() -> dict[str, list[Claim]]:
     return {source: claims_of_source(source) for source in SOURCES}
 
 
-def verdicts_at_a_glance() -> Table:
-    """Return all verdicts, one line for each claim: its first words, with the section if other
-    claims begin alike; and the command that tests it with its minutes, unless the line above has
-    the same."""
-    lines, above = [], ""
+def verdicts_at_a_glance(anchors: dict[str, str] | None = None) -> Table:
+    """Return all verdicts, one line for each claim in plain words, with the commands that test it and
+    their minutes. anchors: the place on the page at which each source's claims are, to link to."""
+    lines = []
     for source, claims in claims_of_all_sources().items():
         lines.append([f"{source}:", "", "", ""])
-        count = Counter(map(first_words, claims))
         for claim in claims:
-            words, command = first_words(claim), claim["command"]
-            if count[words] > 1:
-                words += f" ({claim['section']})"
-            run = ["", ""] if command == above else [command, f"{MINUTES[command]}"]
-            lines.append([words, answer_of(claim), *run])
-            above = command
-    return Table(["claim", "verdict", "python3 -m studies.", "minutes"], lines, left_aligned=3)
+            words = claim.get("plain", claim["quote"])
+            runs = [f"python3 -m studies.{command}" for command in claim["commands"]]
+            if anchors:
+                words = f"[{words}](#{anchors[source]})"
+                runs = [f"`{run}`" for run in runs]
+            minutes = sum(MINUTES[command] for command in claim["commands"])
+            lines.append([words, answer_of(claim), ", ".join(runs), f"{minutes}"])
+    return Table(["claim", "verdict", "measured by", "minutes"], lines, left_aligned=3)
 
 
 def main(argv: list[str] | None = None) -> None:

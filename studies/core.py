@@ -57,6 +57,10 @@ REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 RELATIVE = ("perplexity", "median", "turns")
 FIGURE_LABELS = ("title", "xlabel", "ylabel", "xscale")
 VERDICTS = {1: "HOLDS", 0: "NOT SHOWN", -1: "DOES NOT HOLD"}
+ARITHMETIC = {  # verdicts that no measurement could have changed
+    "HOLDS": "TRUE BY ARITHMETIC",
+    "DOES NOT HOLD": "FALSE BY ARITHMETIC",
+}
 RULE_PATTERN = re.compile(r"(?:(\w+): )?(\S+) ([<>~]) (\S+)(?: \+ ([\d.]+)(%?))?")
 MISSING_FIGURE = re.compile(r"(?<!\S)-(?!\w)")  # a dash in the place of a figure
 FIGURE_PATTERN = re.compile(r"(?:(\w+): )?(\S+)(?: / (\S+))?( ±)?")
@@ -69,10 +73,15 @@ Row = dict[str, Any]  # as JSON has it
 Setting = dict[str, Any]
 # A claim in its source's own words, the conditions of both sides, and our finding: source (its title, "" if the claim
 # is ours), section, quote, theirs and ours (conditions), figure (what decides, with its interval), verdict, stated
-# (whether it is tested as stated, and why not), command (python3 -m studies.COMMAND measures it); and the rest of
+# (whether it is tested as stated, and why not), commands (python3 -m studies.COMMAND measures it); and the rest of
 # what claims.toml says.
 Claim = dict[str, Any]
-ANSWERS = {"HOLDS": "YES", "DOES NOT HOLD": "NO"}  # to our questions
+ANSWERS = {  # to our questions
+    "HOLDS": "YES",
+    "DOES NOT HOLD": "NO",
+    "TRUE BY ARITHMETIC": "YES, BY ARITHMETIC",
+    "FALSE BY ARITHMETIC": "NO, BY ARITHMETIC",
+}
 MINUTES = {  # minutes that a command's full run took on an undisturbed core
     "article": 10,
     "bounding": 10,
@@ -85,6 +94,7 @@ MINUTES = {  # minutes that a command's full run took on an undisturbed core
     "recycling --model 355M": 25,
     "latency": 5,
     "projection": 120,
+    "projection --model smollm2": 50,
     "refreshing": 150,
     "refreshing --teacher smollm2": 40,
     "speculation": 5,
@@ -409,7 +419,18 @@ def open_rows(study: str, args: argparse.Namespace, no_verdict_reason: str = "")
         no_verdict_reason = "reduced run"
     elif "seed" in args and (args.seed, args.dtype) != (0, torch.float32):
         no_verdict_reason = no_verdict_reason or "run with another --seed or --dtype"
-    return Rows(study, args.out, getattr(args, "again", ""), no_verdict_reason)
+    rows = Rows(study, args.out, getattr(args, "again", ""), no_verdict_reason)
+    if not (no_verdict_reason or rows.again or getattr(args, "kinds", None)):
+        model = getattr(args, "model", "")
+        missing = rows_of_model(Rows(study), model) - rows_of_model(rows, model)
+        rows.progress.total = missing if missing > 0 else None
+    return rows
+
+
+def rows_of_model(rows: Rows, model: str) -> int:
+    """Return how many of the rows were measured with a model."""
+    models = [row["on"]["conditions"][:1] for row in rows.rows.values()]
+    return sum(name.partition(":")[0] == model for names in models for name in names)
 
 
 def open_model_rows(
@@ -536,17 +557,29 @@ def judge_claim(rows: Rows, claim: dict[str, Any]) -> Claim:
         places = [claim.get("at", {}) | {varied_key: value} for value in values]
     source = rows.definition.get("sources", {}).get(claim.get("source"), rows.definition)
     first_rule = parse_rule(rows, claim["rules"][0].partition(" or ")[0])
-    row = rows.find(first_rule.way, first_rule.metric, **places[0])
-    measured_on = row["on"]["conditions"] if row else []
+    measured_on: dict[str, list[str]] = {}  # conditions, and the places measured under them
+    for place in places:
+        if row := rows.find(first_rule.way, first_rule.metric, **place):
+            names = measured_on.setdefault("; ".join(row["on"]["conditions"]), [])
+            names.append(f"{place.get(varied_key)}")
+    parts = []
+    for on, names in measured_on.items():
+        is_named = len(measured_on) == 1 or on.startswith(f"{names[0]}: ")
+        parts.append(on if is_named else f"{', '.join(names)}: {on}")
+    ours = " / ".join(parts)
+    verdict = verdict_of(rows, claim, places)
     findings = Claim(
         source=source["title"] if "section" in claim else "",
         theirs=source["theirs"],
-        ours=claim.get("on", "; ".join(measured_on)),
+        ours=claim.get("on", ours),
         figure=text_for_all_places(rows, claim["found"], places, varied_key),
-        verdict=verdict_of(rows, claim, places),
+        verdict=ARITHMETIC.get(verdict, verdict) if claim.get("arithmetic") else verdict,
         stated=f"partly: {claim['partly']}" if "partly" in claim else "yes",
     )
-    return {"section": "", "command": rows.study} | claim | findings
+    commands = [claim.get("command", rows.study)]
+    if "also" in rows.definition and (varied_key or REAL_MODEL in claim["found"]):
+        commands.append(rows.definition["also"])
+    return {"section": "", "commands": commands} | claim | findings
 
 
 def judge_claims(rows: Rows) -> list[Claim]:

@@ -3,6 +3,7 @@ pocket/README.md from the recorded results: `python3 -m studies.pages`."""
 
 import itertools
 import json
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -64,6 +65,17 @@ def claims_of(source: str, section: str = "") -> str:
     return page(claim_tables(chosen), markdown=True)
 
 
+def glance() -> str:
+    """Return all verdicts, each linked to the section of studies/README.md that has its claim."""
+    anchors, anchor = {}, ""
+    for line in read_text(ROOT / "studies" / "README.md").splitlines():
+        if line.startswith("## "):
+            anchor = re.sub(r"[^\w\- ]", "", line[3:].lower()).replace(" ", "-")
+        if begins := re.match(r'<!-- \{\{ claims\("(.+?)"', line):
+            anchors.setdefault(begins[1], anchor)
+    return page([verdicts_at_a_glance(anchors)], markdown=True)
+
+
 def pocket_goals() -> str:
     """Return the pocket model's figures beside the goals of its training."""
     figures = read_json(ROOT / "pocket" / "teacher" / "figures.json")
@@ -117,7 +129,7 @@ NAMES: dict[str, Callable[..., object] | None] = {  # what the pages' templates 
     "figure": figure,
     "format": format,
     "generations": pocket_goals,
-    "glance": lambda: page([verdicts_at_a_glance()], markdown=True),
+    "glance": glance,
     "record": record,
     "replay": replay_hit_rates,
     "rows": rows,

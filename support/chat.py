@@ -62,9 +62,13 @@ def has_chat_form(tokenizer: tiktoken.Encoding) -> bool:
 
 def chat_form(tokenizer: tiktoken.Encoding, system: str = "") -> ChatForm:
     """Return the form of a conversation that a model expects, with a system prompt if one is given. Raises ValueError if
-    the model has neither a template that says it, nor the tokens of FIXED_FORMS."""
-    if "{}" in system:
-        raise ValueError("the system prompt may not contain {}")
+    the model has neither a template that says it, nor the tokens of FIXED_FORMS, or if the system prompt holds the name
+    of a control token."""
+    for name in ("{}", *sorted(tokenizer.special_tokens_set)):
+        if name in system:
+            raise ValueError(
+                f"the system prompt may not contain {name}, which stands for something else"
+            )
     if getattr(tokenizer, "chat_template", None):
         return template_form(tokenizer.chat_template, system)
     for token, form in FIXED_FORMS.items():
@@ -96,7 +100,7 @@ def template_form(template: str, system: str = "") -> ChatForm:
         {"role": "user", "content": "A question."},
         {"role": "assistant", "content": ANSWER},
     ]
-    later = rendered_messages(template, [*before, *answered, question]).partition(ANSWER)[2]
+    later = rendered_messages(template, [*before, *answered, question]).rpartition(ANSWER)[2]
     shared = first[len(first) - common_prefix_length(first[::-1], later[::-1]) :]
     if "{}" not in shared:  # no later question: it looks different from the first
         return ChatForm("", first, "")

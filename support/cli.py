@@ -180,7 +180,7 @@ class CommandLine(argparse.ArgumentParser):
             default=0.0,
             type=temperature,
             metavar="X",
-            help="0: always the likeliest token; higher: more random",
+            help="0, the default: always the likeliest token; higher: more random",
         )
         self.add_argument(
             "--top-k",
@@ -381,6 +381,10 @@ class CommandLine(argparse.ArgumentParser):
         contradict each other."""
         if "random" in args:
             self.choose_text(args)
+        if getattr(args, "top_k", None) is not None and args.temperature == 0:
+            raise ValueError(
+                f"--top-k {args.top_k} has no effect at temperature 0: add --temperature, such as 0.8"
+            )
         if "device" in args:
             args.device = device_of(args.device)
             if args.dtype != "auto":  # which load_model() resolves

@@ -1,6 +1,8 @@
-"""The texts in data/real, of several kinds, questions about the facts in six of them, and prompts."""
+"""The texts in data/real, of several kinds, questions about the facts in six of them, and prompts; and files of pairs
+of similar prompts, such as data/capitals.csv."""
 
 from pathlib import Path
+from random import Random
 from typing import NamedTuple
 
 import tiktoken
@@ -9,7 +11,11 @@ from support.chat import encode_question, has_chat_form
 from support.files import read_csv, read_text
 
 FOLDER = Path(__file__).resolve().parent.parent / "data" / "real"
+CAPITALS = FOLDER.parent / "capitals.csv"  # pairs of questions about capitals
 INSTRUCTION = "Read this text and answer the question after it with a few words."
+
+Family = list[tuple[str, str]]  # paraphrases: prompt and answer
+Splits = dict[str, list[Family]]  # for fitting ("train"), choosing ("valid") and measuring ("test")
 
 
 class FactQuestion(NamedTuple):
@@ -58,3 +64,33 @@ def encode_fact_question(text: str, question: str, tokenizer: tiktoken.Encoding)
     a chat model expects, otherwise as lines."""
     prompt = f"{INSTRUCTION}\n\n{text}\n\nQuestion: {question}"
     return encode_prompt(prompt if has_chat_form(tokenizer) else f"{prompt}\nAnswer:", tokenizer)
+
+
+def read_pairs(path: Path, seed: int = 0, max_families: int | None = None) -> Splits:
+    """Return the pairs of a CSV file as families by split, three fifths of them for training and a
+    fifth each for validation and test; columns: source, target, and optionally answer.
+
+    Pairs that share a text are one family, and an answer is that of both prompts of its pair.
+    max_families: of each split. Raises ValueError if columns are missing, a prompt is empty, or there are fewer than 15
+    families.
+    """
+    family_of: dict[str, dict[str, str]] = {}  # text -> its family: prompts and their answers
+    for row in read_csv(path, "source", "target"):
+        if not row["source"] or not row["target"]:
+            raise ValueError(f"{path} has a pair with an empty prompt")
+        merged = family_of.get(row["source"], {}) | family_of.get(row["target"], {})
+        for text in (row["source"], row["target"]):
+            merged[text] = (row.get("answer") or merged.get(text, "")).strip()
+        family_of |= dict.fromkeys(merged, merged)
+    distinct_families = {id(family): family for family in family_of.values()}.values()
+    families = [[*family.items()] for family in distinct_families if len(family) > 1]
+    if len(families) < 15:
+        raise ValueError(f"{path} has {len(families)} families of prompts: 15 are needed")
+    Random(seed).shuffle(families)
+    fifth = len(families) // 5
+    splits = {
+        "train": families[2 * fifth :],
+        "valid": families[fifth : 2 * fifth],
+        "test": families[:fifth],
+    }
+    return {split: chosen[:max_families] for split, chosen in splits.items()}

@@ -17,9 +17,10 @@ from projector import Layout, cache_of_summary
 from studies.core import Figure, Rows
 from studies.projection import segments
 from studies.projection import study as projection
-from studies.projection.ways import TRUE_POSITIONS, Trial, Way, pocket_families, read_pairs
+from studies.projection.ways import TRUE_POSITIONS, Trial, Way, pocket_families
 from support import encoders
 from support.encoders import PairEncoder
+from support.texts import read_pairs
 from tests.helpers import ROOT, refused, start
 
 
@@ -72,6 +73,7 @@ def test_penalties_are_chosen_by_family(trial: Trial, monkeypatch: pytest.Monkey
         grouped.append([*groups])
         return 1.0
 
+    monkeypatch.setattr(trial, "quick_steps", 0)  # a reduced run chooses none
     for module in (projector, segments, encoders):
         monkeypatch.setattr(module, "cross_validate", recording)
     fresh = replace(TRUE_POSITIONS, tail=2)
@@ -202,7 +204,11 @@ def test_a_study_then_a_question(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "culprit"),
-    [("--model gpt2", "--pairs FILE"), ("--pairs nowhere.csv", "nowhere.csv")],
+    [
+        ("--model gpt2", "--pairs FILE"),
+        ("--model smollm2 --kinds quiz", "--kinds needs pocket"),
+        ("--pairs nowhere.csv", "nowhere.csv"),
+    ],
 )
 def test_bad_input_is_one_sentence(words: str, culprit: str) -> None:
     refused(start(f"studies.projection {words}"), culprit)

@@ -3,6 +3,7 @@
 import math
 import random
 import re
+import threading
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -264,6 +265,21 @@ def test_a_saved_projector_comes_back_exactly(tmp_path: Path) -> None:
         Projector.load(other)
 
 
+def test_a_saved_compressor_comes_back_exactly(tmp_path: Path) -> None:
+    model = MODELS["grouped"]
+    prompts = [prefill(model, prompt(n, n)) for n in (6, 8, 9)]
+    compressor, path = Compressor(model, prompts, 3, 1e-4, steps=2), tmp_path / "map.safetensors"
+    compressor.save(path)
+    again = Compressor.load(path, model)
+    assert torch.equal(again(prompts), compressor(prompts))
+    assert (again.m, again.T, again.steps, again.penalty) == (3, 8, 2, 1e-4)
+    with pytest.raises(ValueError, match="another model or dtype"):
+        Compressor.load(path, model_of(of_kind("Llama", CONFIG), 1))
+    Projector(*[some_summaries(4)] * 2, 0.1).save(path)
+    with pytest.raises(ValueError, match="no compressor of . layers: it holds 5 tensors"):
+        Compressor.load(path, model)
+
+
 # --- The swap -------------------------------------------------------------------------------------------------------
 
 
@@ -290,6 +306,32 @@ def test_identity_of_all_tokens_after_the_swap(
     first = as_ids(generate(model, stand_in, 1, cache=alone))
     rest = as_ids(generate(model, torch.tensor([ids + first]), 11))
     assert as_ids(warm(model, ids, 12, layout)) == first + rest
+
+
+def test_tokens_come_from_the_warm_cache_until_the_exact_one_is_ready(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, may_read = module.prefilled_cache, threading.Event()
+
+    def wait_and_read(*args: object) -> KVCache:
+        may_read.wait()
+        return read(*args)
+
+    ids, layout, text = prompt(40), Layout(3, 2), torch.tensor([prompt(40)])
+    alone = warm_cache(model, ids, layout)
+    stand_in = torch.tensor([[*([0] * len(alone)), *ids[-2:]]])
+    from_summary = as_ids(generate(model, stand_in, 9, cache=alone))
+    assert [*generate_warm(model, text, warm_cache(model, ids, layout), 2, 0)] == []
+    running = generate_warm(model, text, warm_cache(model, ids, layout), 2, 9, until_ready=True)
+    monkeypatch.setattr(module, "prefilled_cache", wait_and_read)
+    written = [int(next(running)) for _ in range(4)]
+    may_read.set()
+    written += as_ids(running)
+    possible = []
+    for n in range(4, 10):  # tokens before the swap
+        before = torch.tensor([ids + from_summary[:n]])
+        possible.append(from_summary[:n] + as_ids(generate(model, before, 9 - n)))
+    assert written in possible
 
 
 def test_errors_of_the_thread_are_seen_and_a_full_context_is_refused(
@@ -328,6 +370,23 @@ def library(pocket: tuple) -> Library:
     prompts = [prefill(model, tokenizer.encode(text)) for text in TEXTS]
     summaries = torch.stack([summarize(measure_segments(model, r, layout)) for r in prompts])
     return Library(model, layout, encoder, TEXTS, summaries, threshold=0.3)
+
+
+def test_a_prompt_that_is_added_is_found(library: Library, pocket: tuple) -> None:
+    model, tokenizer = pocket
+    fewer = Library(model, library.layout, library.encoder, TEXTS[:3], library.summaries[:3])
+    with pytest.raises(ValueError, match="shape"):
+        fewer.add(TEXTS[3], library.summaries[3, :1])
+    for text, summary in zip(TEXTS[3:], library.summaries[3:], strict=True):
+        fewer.add(text, summary)
+    fewer.threshold = library.threshold
+    assert same(fewer, library, tokenizer) and fewer.name_counts == library.name_counts
+    empty = Library(model, library.layout, library.encoder, [], library.summaries[:0])
+    empty.add(TEXTS[4], library.summaries[4])
+    assert empty.nearest(ASKED.format("Hexley"))[0] == 0
+    fewer.shared_chars = 10
+    with pytest.raises(ValueError, match="doesn't begin with 'Question: '"):
+        fewer.add("Which river?", library.summaries[0])
 
 
 ASKED = "Question: What is the name of the river at {}?\nAnswer:"
@@ -462,6 +521,30 @@ def test_a_bare_run_compares_the_ways() -> None:
     assert float(rows["proposed"][2]) > 1 > float(rows["ours"][2])
 
 
+def test_a_reduced_fit_stores_other_capitals(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = load_model("pocket-llama"), load_tokenizer("pocket-llama")
+    monkeypatch.setattr(module, "FIT_FAMILIES", 3)
+    monkeypatch.setattr(module, "FIT_STEPS", 2)
+    fitted: list[str] = []
+    fit = PairEncoder.fit
+    monkeypatch.setattr(
+        PairEncoder,
+        "fit",
+        lambda tok, texts, names: (fitted.extend(texts), fit(tok, texts, names))[1],
+    )
+    library, asked = module.fit_library(model, tokenizer)
+    assert len(fitted) == 6 and len(library.texts) == len(asked) == 13
+    countries = [re.search(r"of ([^?.]+)[?.]\nA:$", text)[1] for text in library.texts]
+    assert not any(country in text for country in countries for text in fitted)
+    for country, text in zip(countries, asked, strict=True):
+        index, _ = library.nearest(text)
+        assert country in text and country in library.texts[index] != text
+    assert library.summaries.shape[1:] == (6, 2, model.config.n_kv_head, 8, model.config.head_dim)
+    monkeypatch.setattr(module, "MAX_MAP_BYTES", 1000)
+    with pytest.raises(ValueError, match="bytes for this model; at most 1,000"):
+        module.fit_library(model, tokenizer)
+
+
 def test_a_question_is_answered_three_times() -> None:
     def answered(question: str) -> list[list[str]]:
         lines = start(f"projector ask '{question}'").out.splitlines()
@@ -479,7 +562,8 @@ def test_a_question_is_answered_three_times() -> None:
 BAD = {  # a command, and what its sentence must hold
     "ask": "required: QUESTION",
     "ask x --library README.md": "README.md",
-    "--model gpt2": "--pairs FILE",
+    "ask x --model smollm2": "studies.projection --model smollm2",
+    "--model pocket-llama": "pocket-llama",
 }
 
 

@@ -261,7 +261,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, text: str, *words: object) -> Ran:
 
 def test_bare_run_shows_every_way_and_writes_the_sources_files(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    ran = run(module.main, "--max-new-tokens", "12")
+    ran = run(module.main, "--max-new-tokens", "12", "--figures")
     assert ran.code == 0, ran.err
     for way in ("cold", "source: the nearest", "ours"):
         assert re.search(rf"^  {way}.* 7 of 7$", ran.out, re.MULTILINE)
@@ -276,6 +276,12 @@ def test_bare_run_shows_every_way_and_writes_the_sources_files(tmp_path: Path, m
         assert 0 < float(row["first_token_s"]) < float(row["latency_s"])
     source, longest = ([int(row["reused_tokens"]) for row in recycled[i::3]] for i in (0, 2))
     assert all(a <= b for a, b in zip(source, longest, strict=True)) and source != longest
+    compared = read_csv(folder / "comparison.csv", "baseline_latency_s", "speedup_percent")
+    for row, logged in zip(compared, recycled, strict=True):
+        assert row["recycled_latency_s"] == logged["latency_s"]
+        before, after = float(row["baseline_latency_s"]), float(row["recycled_latency_s"])
+        assert float(row["speedup_percent"]) == pytest.approx(100 * (before - after) / before)
+    assert all((folder / name).stat().st_size > 9000 for name in ("latency.png", "speedup.png"))
 
 
 @pytest.mark.parametrize(

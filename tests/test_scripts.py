@@ -124,7 +124,10 @@ def test_a_students_cache_takes_the_place_of_ours(tmp_path: Path) -> None:
 
 
 BAD = {  # a command, and what its sentence must hold
-    "gpt_baseline --model gpt5": "gpt5 pocket",
+    "gpt_baseline --model gpt5": "gpt5 mean gpt2?",
+    "gpt_baseline --model qqqq": "qqqq pocket --help",
+    "gpt_kv_cache --model pocket:int99": "pocket:int99 2 to 8",
+    "gpt_kv_cache --top-k 5": "--top-k 5 --temperature",
     "gpt_baseline --model tests": "config.json tests",
     "gpt_kv_cache --trace .": ". is not a regular file",
     "gpt_kv_cache --trace README.md/x.html": "README.md",

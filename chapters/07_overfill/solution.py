@@ -152,6 +152,7 @@ def generate(
       and no token of the prompt.
     - Each time that the student has read a token, due(since, logits) says whether to refresh. since: the tokens read
       since the last refresh, or since the prompt. logits (V,): the student's, which give the next token in either case.
+      (overfill.py then asks the student again, so that a refresh counts one token sooner.)
     - At a refresh the teacher reads, on its own cache, the tokens that it hasn't read yet, and splice_last() puts its
       entries in place.
     """

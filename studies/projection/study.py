@@ -1,9 +1,9 @@
-"""CP-KVP's own falsification test: the proposal, its baselines and its ablations on four kinds of
-prompts of the pocket world, and what its thresholds say.
+"""CP-KVP's own falsification test: the proposal, its baselines and its ablations on questions about
+capitals, or on four kinds of prompts of the pocket world, and what its thresholds say.
 
 `python3 -m studies.projection` takes two hours and goes on where it was interrupted; `--quick`
 takes a minute; `--again written` measures that way once more; `--kinds quiz` measures one kind of
-prompts.
+prompts; `--model smollm2` measures questions about capitals, of a model that knows them.
 
 Ways (ways.py has them all): written and proposed are the proposal, with stage 1 as its text has it
 and with a smaller one, over segments; raw-1:16 is ours, 1 summary token of the similar prompt,
@@ -30,6 +30,8 @@ penalty, bytes, share       a map's penalty and bytes; a prompt's summary tokens
 curvature                   third difference of stage 1's loss along a line of maps, over the loss
 """
 
+import argparse
+import itertools
 import math
 import tempfile
 import time
@@ -51,6 +53,7 @@ from projector import (
     Projector,
     attention_output,
     cache_of_summary,
+    first_line,
     first_logits,
     generate_warm,
     logits_after,
@@ -58,6 +61,8 @@ from projector import (
 from recycle import prefilled_cache
 from studies.core import (
     MIN_VALUES_OF_INTERVAL,
+    REAL_MODEL,
+    RECORDED_MODELS,
     Rows,
     StudyLine,
     load_chosen_model,
@@ -75,11 +80,11 @@ from studies.projection.ways import (
     Way,
     divergence,
     pocket_families,
-    read_pairs,
 )
 from support.layout import order_for_decoding
 from support.printing import end_tokens_of
 from support.statistics import area_under_roc, bootstrap, ratio_of_sums, rouge_l, wilson_interval
+from support.texts import CAPITALS, Splits, read_pairs
 from support.timing import run_in_turns
 from support.tokenizers import END_OF_TEXT
 
@@ -89,7 +94,7 @@ RETRIEVED_WAYS = (*BOTH_STAGE_WAYS, "own", "raw-8:1", "hidden", "neighbour", "no
 SINGLE_PARTS = ("rule", "stage1-written", "stage1-segments")
 GIVEN_WAYS = (*BOTH_STAGE_WAYS, *RAW_LAYOUTS, *SINGLE_PARTS, "learned")
 SHARE_METRICS = ("low", "good")
-QUICK_FAMILIES = 8  # the most families in each split of a reduced run
+QUICK_FAMILIES = 5  # the most families in each split of a reduced run
 FIT_PROMPTS, TIMED_PROMPTS, EMITTED_TOKENS = 75, 16, 4
 PROMPT_LENGTHS = (32, 64, 128, 256, 512, 1000)
 # all-MiniLM-L6-v2's geometry.
@@ -125,13 +130,16 @@ def choose_tau(trial: Trial) -> tuple[float, float | None]:
     positives on validation prompts, and the area under the ROC curve. A prompt is positive if
     retrieval finds its relative, and negative if it finds another prompt, or if no relative is
     stored. (The source takes training prompts; the encoder was fitted on those, so they seem
-    closer.)"""
+    closer.) Without a negative prompt, as where names have to agree, tau is the least similarity
+    of a positive one, and there is no area."""
     queries = trial.retrieve("valid")
     right = [query for query in queries if query.nearest is query.relative]
     wrong = [query for query in queries if query.nearest is not query.relative]
     wrong += trial.retrieve("valid", relatives=False)
     if not right:
         return math.inf, None
+    if not wrong:
+        return min(query.similarity for query in right), None
     positives = np.array([query.similarity for query in right])
     negatives = np.array([query.similarity for query in wrong])
 
@@ -147,12 +155,13 @@ def score_answer(trial: Trial, prompt: Prompt, *first_tokens: int) -> float:
     are long. It is written with the exact cache, after first_tokens if these have been emitted
     already."""
     max_tokens = (80 if trial.long_answers else 24) - len(first_tokens)
-    ids = trial.batch_of([*prompt.ids, *first_tokens])
-    tokens = generate(trial.model, ids, max_tokens, stop_ids=end_tokens_of(trial.tokenizer))
-    text = trial.tokenizer.decode([*first_tokens, *map(int, tokens)]).partition(END_OF_TEXT)[0]
+    ids, stop_ids = trial.batch_of([*prompt.ids, *first_tokens]), end_tokens_of(trial.tokenizer)
+    written = generate(trial.model, ids, max_tokens, stop_ids=stop_ids)
+    tokens = itertools.chain(map(torch.tensor, first_tokens), written)
     if trial.long_answers:
+        text = trial.tokenizer.decode([*map(int, tokens)]).partition(END_OF_TEXT)[0]
         return rouge_l(text, prompt.answer)
-    return float(text.partition("\n")[0].strip() == prompt.answer)
+    return float(first_line(tokens, trial.tokenizer) == prompt.answer)
 
 
 @torch.no_grad()
@@ -296,8 +305,8 @@ def measure_times(
 
 
 def measure_eighth_token(rows: Rows, trial: Trial, prompts: list[Prompt], turns: int) -> None:
-    """Append the time to the eighth token, cold and with the exact cache taking over as soon as it
-    is ready."""
+    """Append the time to the eighth token, cold and with the exact cache from the second token
+    on."""
     setting, model = {"kind": trial.kind}, trial.model
     if not rows.ways_due(["proposed"], "eighth_ms", **setting):
         return
@@ -324,7 +333,7 @@ def measure_lengths(rows: Rows, turns: int) -> None:
     by itself: an encoder of all-MiniLM-L6-v2's geometry, and reading the summary tokens from the
     disk. Weights are random, since times don't depend on them."""
     setting = {"model": "124M"}
-    if not rows.ways_due(["mapped"], "saved", **setting):
+    if not rows.ways_due(["mapped"], "first_ms", **setting, tokens=PROMPT_LENGTHS[-1]):
         return
     model, m = load_model("random:124M"), PROPOSED.m
     encoder = order_for_decoding(GPT(MINILM_CONFIG)).eval()
@@ -356,9 +365,22 @@ def measure_lengths(rows: Rows, turns: int) -> None:
     for i, T in enumerate(PROMPT_LENGTHS):
         for way in starts:
             rows.add_values(way, setting | {"tokens": T}, first_ms=milliseconds[way][i])
-    medians = {way: np.median(milliseconds[way], 1) for way in starts}
-    saved_share = 1 - (medians["mapped"] + medians["retrieval"]) / medians["cold"]
-    rows.add_values("mapped", setting, saved=saved_share)
+
+
+def add_savings_by_length(rows: Rows) -> None:
+    """Append the share of the time that starts from mapped and from stored summary tokens save in each
+    turn, retrieval included: by the length of the prompt, and their mean over the lengths."""
+    setting = {"model": "124M"}
+    for way in rows.ways_due(["mapped", "stored"], "saved", **setting, tokens=PROMPT_LENGTHS[-1]):
+        shares = []
+        for T in PROMPT_LENGTHS:
+            timed = (way, "retrieval", "cold")
+            found = [rows.find(x, "first_ms", **setting, tokens=T) for x in timed]
+            rows.next_conditions = found[0]["on"]
+            warm, retrieval, cold = (np.array(row["values"]) for row in found)
+            shares.append(1 - (warm + retrieval) / cold)
+            rows.add_values(way, setting | {"tokens": T}, saved=shares[-1])
+        rows.add_values(way, setting, saved=np.mean(shares, 0))
 
 
 # --- Arithmetic -------------------------------------------------------------------------------------
@@ -408,7 +430,7 @@ def add_derived(rows: Rows) -> None:
             return
         ratios.append(warm_time.value / cold_time.value)
     if rows.ways_due(["proposed"], "eighth", kind="all"):
-        rows.set_conditions("the four kinds of prompts")
+        rows.set_conditions("pocket's four kinds of prompts")
         rows.add_values("proposed", {"kind": "all"}, eighth=ratios)
 
 
@@ -422,13 +444,10 @@ def measure_kind(rows: Rows, trial: Trial, turns: int) -> float:
     similar_queries = [query for query in queries if query.similarity >= tau]
     if not similar_queries:
         return tau
-    if rows.ways_due(["retrieval"], "area", **setting):
+    if area is not None and rows.ways_due(["retrieval"], "area", **setting):
         rows.add_values("retrieval", setting, area=[area])
     related_pairs = trial.related_pairs("test")
     measure_ways(rows, trial, RETRIEVED_WAYS, similar_queries, first_token_worth)
-    for m in (1, 32):
-        if m < trial.shortest:
-            measure_ways(rows, trial, ["proposed"], related_pairs, on="given", m=m)
     measure_ways(rows, trial, OUR_LAYOUTS, related_pairs[:24], kl_after_summary_tokens, on="swap")
     queries = sorted(queries, key=lambda query: -query.similarity)
     third = len(queries) // 3
@@ -450,6 +469,9 @@ def measure_kind(rows: Rows, trial: Trial, turns: int) -> float:
     measure_times(rows, trial, ["hit", *names], prompts, turns)
     measure_eighth_token(rows, trial, prompts, turns)
     measure_sizes(rows, trial)
+    for m in (1,) if trial.quick_steps else (1, 32):  # last: with 32 the maps take gigabytes
+        if m < trial.shortest:
+            measure_ways(rows, trial, ["proposed"], related_pairs, on="given", m=m)
     return tau
 
 
@@ -466,46 +488,64 @@ def save_libraries(trial: Trial, tau: float, folder: Path) -> None:
         stage_2.save(folder / "proposed" / "projector.safetensors")
 
 
+def kinds_of(args: argparse.Namespace) -> dict[str, Splits]:
+    """Return the families of prompts that are measured, by kind. Raises ValueError if the model
+    knows nothing of them."""
+    max_families = QUICK_FAMILIES if args.quick else None
+    is_of_pocket = args.model in ("pocket", "pocket-llama")
+    pairs = Path(args.pairs) if args.pairs else CAPITALS if args.model == REAL_MODEL else None
+    if args.kinds and not is_of_pocket:
+        raise ValueError(f"--kinds needs pocket's world, which {args.model} doesn't know")
+    if not is_of_pocket and pairs is None:
+        raise ValueError(f"{args.model} doesn't know the pocket world: give --pairs FILE")
+    if pairs:
+        return {pairs.stem: read_pairs(pairs, args.seed, max_families)}
+    kinds = args.kinds or (["quiz"] if args.quick else POCKET_KINDS)
+    return {kind: pocket_families(kind, args.seed, max_families) for kind in kinds}
+
+
 def main(argv: list[str] | None = None) -> None:
-    models = f"pocket or pocket-llama; with --pairs FILE also {NAMES}"
-    cli = StudyLine(__doc__, "projection", "few quiz questions", models=models, again=True)
+    models = f"pocket, pocket-llama or {REAL_MODEL}; with --pairs FILE also {NAMES}"
+    cli = StudyLine(__doc__, "projection", "few families", models=models, again=True)
     prompts = cli.add_mutually_exclusive_group()
     prompts.add_argument(
-        "--kinds", nargs="+", choices=POCKET_KINDS, metavar="KIND", help="kinds of prompts"
+        "--kinds", nargs="+", choices=POCKET_KINDS, metavar="KIND", help="kinds of pocket's prompts"
     )
     prompts.add_argument(
         "--pairs",
         metavar="FILE",
-        help="CSV of your own similar prompts, for any model: source, target, optionally answer",
+        help="CSV of your own similar prompts, for any model: source, target, optionally answer; a prompt "
+        f"whose names no stored one has is read. Default for {REAL_MODEL}: questions about capitals",
     )
     with cli.parse(argv) as args:
-        if args.pairs is None and args.model not in ("pocket", "pocket-llama"):
-            raise ValueError(f"{args.model} doesn't know the pocket world: give --pairs FILE")
-        different = "run of other prompts or another model"
-        if args.model == "pocket" and not args.pairs:
-            different = ""
+        families_by_kind = kinds_of(args)
+        is_recorded = args.model in RECORDED_MODELS and not args.pairs
+        different = "" if is_recorded else "run of other prompts or another model"
         rows, turns = open_rows("projection", args, different), 1 if args.quick else 7
         (model, name), tokenizer = load_chosen_model(args), load_tokenizer(args.model)
         quick_steps = 20 if args.quick else 0
-        kinds = args.kinds
-        if kinds is None:
-            kinds = ["quiz"] if args.quick else [*POCKET_KINDS]
-        if args.pairs:
-            kinds = [Path(args.pairs).stem]
+        kinds = [*families_by_kind]
         if rows.no_verdict_reason:
             rows.definition["usual"]["kind"] = kinds[0]
             rows.definition["every"]["kind"] = kinds
-        for kind in kinds:
-            if args.pairs:
-                families = read_pairs(Path(args.pairs), args.seed)
-            else:
-                families = pocket_families(kind, args.seed, QUICK_FAMILIES if args.quick else None)
-            trial = Trial(model, tokenizer, kind, families, args.seed, quick_steps)
-            rows.set_model_conditions(name, model, "held-out families of paraphrases")
+        for kind, families in families_by_kind.items():
+            is_of_pocket = not args.pairs and kind in POCKET_KINDS
+            trial = Trial(
+                model,
+                tokenizer,
+                kind,
+                families,
+                args.seed,
+                quick_steps,
+                match_names=not is_of_pocket,
+            )
+            detail = "" if is_of_pocket else "; a stored prompt has to share the new one's names"
+            rows.set_model_conditions(name, model, f"held-out families of paraphrases{detail}")
             tau = measure_kind(rows, trial, turns)
             if kind == kinds[0] and math.isfinite(tau):
                 save_libraries(trial, tau, args.out / "library")
         if not rows.no_verdict_reason:
             measure_lengths(rows, turns)
+            add_savings_by_length(rows)
             add_derived(rows)
         report(rows)

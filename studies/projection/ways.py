@@ -9,7 +9,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
@@ -20,14 +19,13 @@ from torch import Tensor
 import projector
 from gpt_kv_cache import GPT, KVCache, generate
 from pocket import corpus
-from projector import Compressor, Layout, Library, Prefill, Projector
+from projector import MAX_MAP_BYTES, Compressor, Layout, Library, Prefill, Projector, map_bytes
 from studies.projection.segments import SegmentMap, Segments, measure_segments, summarize
 from support.encoders import PairEncoder
-from support.files import read_csv
-from support.geometry import kv_heads
 from support.printing import end_tokens_of
 from support.regression import ridge
 from support.statistics import kl
+from support.texts import Family, Splits
 
 PROPOSED = Layout(m=8, true_positions=False)  # the fewest of its 8 to 32 summary tokens
 TRUE_POSITIONS = replace(PROPOSED, true_positions=True)
@@ -41,12 +39,10 @@ BANK_PROMPTS, BANK_QUERIES = 40, 160
 RAW_LAYOUTS = {"raw-1:1": Layout(1), "raw-8:1": Layout(8), "raw-32:1": Layout(32)}
 # The best on validation prompts of the four kinds.
 OUR_LAYOUTS = {"raw-1:16": Layout(1, 16), "raw-8:4": Layout(8, 4), "raw-32:64": Layout(32, 64)}
-MAX_MAP_BYTES = 4e9  # bytes of stage 1 as written
+QUICK_PENALTY = 1e-2  # of every fit in a reduced run
 # How Adam learns summary tokens for all prompts:
 ADAM_STEPS, LEARNING_RATE, BATCH_SIZE = 400, 0.05, 64
 
-Family = list[tuple[str, str]]  # paraphrases: prompt and answer
-Splits = dict[str, list[Family]]
 POCKET_KINDS: dict[str, Callable[[str], list[list[corpus.Question]]]] = {
     # facts that the model knows, after four or twenty questions that all prompts begin with
     "quiz": corpus.quiz_families,
@@ -73,35 +69,6 @@ def pocket_families(
             for family in chosen[:max_families]
         ]
     return families
-
-
-def read_pairs(path: Path, seed: int) -> Splits:
-    """Return the pairs of a CSV file as families by split, three fifths of them for training and a
-    fifth each for validation and test; columns: source, target, and optionally answer.
-
-    Pairs that share a text are one family, and an answer is that of both prompts of its pair.
-    Raises ValueError if columns are missing, a prompt is empty, or there are fewer than 15
-    families.
-    """
-    family_of: dict[str, dict[str, str]] = {}  # text -> its family: prompts and their answers
-    for row in read_csv(path, "source", "target"):
-        if not row["source"] or not row["target"]:
-            raise ValueError(f"{path} has a pair with an empty prompt")
-        merged = family_of.get(row["source"], {}) | family_of.get(row["target"], {})
-        for text in (row["source"], row["target"]):
-            merged[text] = row.get("answer") or merged.get(text, "")
-        family_of |= dict.fromkeys(merged, merged)
-    distinct_families = {id(family): family for family in family_of.values()}.values()
-    families = [[*family.items()] for family in distinct_families if len(family) > 1]
-    if len(families) < 15:
-        raise ValueError(f"{path} has {len(families)} families of prompts: 15 are needed")
-    Random(seed).shuffle(families)
-    fifth = len(families) // 5
-    return {
-        "train": families[2 * fifth :],
-        "valid": families[fifth : 2 * fifth],
-        "test": families[:fifth],
-    }
 
 
 @dataclass(eq=False)  # a prompt equals only itself
@@ -165,12 +132,14 @@ class Trial:
         families: Splits,
         seed: int = 0,
         quick_steps: int = 0,
+        match_names: bool = False,
     ) -> None:
         """quick_steps: in a reduced run, the steps of every iterative fit, and nothing is
-        cross-validated. Raises ValueError if a prompt exceeds the context, or too few families have
+        cross-validated. match_names: whether a stored prompt that is found has the new one's names.
+        Raises ValueError if a prompt exceeds the context, or too few families have
         two prompts that are long enough."""
         self.model, self.tokenizer = model, tokenizer
-        self.kind, self.quick_steps = kind, quick_steps
+        self.kind, self.quick_steps, self.match_names = kind, quick_steps, match_names
         for name in MADE_ONCE.split():
             setattr(self, name, cache(getattr(self, name)))
         self.prompts = {
@@ -272,19 +241,20 @@ class Trial:
             stored = [prompt for prompt in stored if way.covers(prompt)]
             summaries = torch.stack([way.summary(prompt, way.layout) for prompt in stored])
         texts, layout = [prompt.text for prompt in stored], way.layout or PROPOSED
-        options["shared_chars"] = self.shared_chars
+        options = {"match_names": self.match_names, "shared_chars": self.shared_chars} | options
         return Library(self.model, layout, self.encoder, texts, summaries, **options)
 
     def retrieve(self, split: str, relatives: bool = True) -> list[Query]:
         """Look up every prompt of a split in its library, or in one without any prompt's
-        relatives."""
+        relatives; leave out those for which it holds no prompt of the same names."""
         stored, queries = self.stored_prompts(split, relatives), []
         library = self.library(Way(), stored)
         for prompt, relative in self.queries(split):
             index, similarity = library.nearest(prompt.text)
-            queries.append(
-                Query(prompt, stored[index], similarity, relative if relatives else None)
-            )
+            if index >= 0:
+                queries.append(
+                    Query(prompt, stored[index], similarity, relative if relatives else None)
+                )
         return queries
 
     # --- The stages -------------------------------------------------------------------------------
@@ -309,6 +279,8 @@ class Trial:
         """Return the smaller stage 1, one map from the means of segments. For another number of
         summary tokens it has the penalty that was found for the proposal's number."""
         segments = self.segments_of(self.stage_1_prompts, layout)
+        if self.quick_steps:
+            return SegmentMap(segments, QUICK_PENALTY)
         if layout.m == PROPOSED.m:
             return SegmentMap.fit(segments, [prompt.family for prompt in self.stage_1_prompts])
         return SegmentMap(segments, self.segment_map(replace(layout, m=PROPOSED.m)).penalty)
@@ -318,7 +290,7 @@ class Trial:
         prefills = [prompt.exact for prompt in self.stage_1_prompts]
         if self.quick_steps:
             return Compressor(
-                self.model, prefills, PROPOSED.m, 1e-2, self.longest - 1, self.quick_steps
+                self.model, prefills, PROPOSED.m, QUICK_PENALTY, self.longest - 1, self.quick_steps
             )
         families = [prompt.family for prompt in self.stage_1_prompts]
         return Compressor.fit(self.model, prefills, families, PROPOSED.m, self.longest - 1)
@@ -348,6 +320,8 @@ class Trial:
         penalty that was found for the proposal's number."""
         sides = zip(*self.pairs, strict=True)
         summaries = [self.summaries_of(side, layout, summarise) for side in sides]
+        if self.quick_steps:
+            return Projector(*summaries, QUICK_PENALTY)
         if layout.m == PROPOSED.m:
             return Projector.fit(*summaries, [source.family for source, _ in self.pairs])
         return Projector(*summaries, self.stage_2(replace(layout, m=PROPOSED.m), summarise).penalty)
@@ -419,11 +393,8 @@ class Trial:
             "rule": Way(PROPOSED, self.exact_cache, alone=True),
             "stage1-segments": Way(TRUE_POSITIONS, self.summary_by_segments, alone=True),
         }
-        config = self.model.config
         longest = self.longest  # stage 1 as written has no columns for more
-        heads = config.n_layer * kv_heads(config)
-        numbers = heads * (2 * config.head_dim) ** 2 * (longest - 1) * PROPOSED.m
-        if 4 * numbers <= MAX_MAP_BYTES:
+        if map_bytes(self.model, longest - 1, PROPOSED.m) <= MAX_MAP_BYTES:
             projected = partial(self.projected_summary, self.summary_as_written)
             ways["written"] = Way(PROPOSED, projected, most=longest)
             ways["stage1-written"] = Way(

@@ -229,13 +229,23 @@ def measure_recall(rows: Rows, way: str, setting: dict[str, int], size: Size) ->
 
 
 def pool_recall(rows: Rows, size: Size) -> None:
-    """Append each way's recall over all of its models; every number of pairs counts alike."""
+    """Append each way's recall over all of its models, where every number of pairs counts alike, and
+    over those with half as many slots as pairs, beside full attention's of as many pairs."""
+    # What is pooled was measured under these conditions:
+    rows.next_conditions = rows.find("full", "right", pairs=size.pairs[0])["on"]
     for way in rows.ways_due(WAYS, "every"):
         means = []
         for slots in size.slots:
             recalls = [rows.find(way, "right", slots=slots, pairs=n)["values"] for n in size.pairs]
             means += [statistics.mean(of_one_model) for of_one_model in zip(*recalls, strict=True)]
         rows.add_values(way, {}, every=means)
+    for way in rows.ways_due([*WAYS, "full"], "half"):
+        recalls = []
+        for slots in size.slots:
+            setting = {} if way == "full" else {"slots": slots}
+            row = rows.find(way, "right", **setting, pairs=2 * slots)
+            recalls += row["values"] if row else []
+        rows.add_values(way, {}, half=recalls)
 
 
 def measure(rows: Rows, quick: bool) -> None:

@@ -61,6 +61,7 @@ from support.tokenizers import END_OF_TEXT
 WAYS = {"cold": "cold", "recycled": "longest", "published": "published"}  # recycle.py's names
 ENCODER = "all-MiniLM-L6-v2"  # of the recorded embeddings
 NEW_TOKENS = 100
+SHORT_ANSWERS = (1, 2, 5, 10)  # tokens
 CHAT_TEXT = "article"  # the text in data/real that a conversation is about
 RECORDED_MODELS = (*core.RECORDED_MODELS, "355M")
 AnswersByWay = dict[tuple[str, str], list["Answer"]]  # by way and prompt, turn by turn
@@ -227,6 +228,22 @@ def add_answers(rows: Rows, trial: Trial, answers_by_way: AnswersByWay, setting:
     add_similarity(rows, vectors, setting)
 
 
+def add_short_answers(rows: Rows, setting: dict) -> None:
+    """Append what reuse saves of answers of fewer tokens, by arithmetic: the first token as measured,
+    all further ones at the mean step of the cold run."""
+    for way in rows.ways_due(
+        ["published", "recycled"], "saved", **setting, tokens=SHORT_ANSWERS[0]
+    ):
+        asked = (way, "first"), ("cold", "first"), ("cold", "latency")
+        found = [rows.find(name, metric, **setting) for name, metric in asked]
+        rows.next_conditions = found[0]["on"]
+        first, cold_first, cold_latency = (np.array(row["values"]) for row in found)
+        step = (cold_latency - cold_first) / (NEW_TOKENS - 1)
+        for tokens in SHORT_ANSWERS:
+            saved = (cold_first - first) / (cold_first + (tokens - 1) * step)
+            rows.add_values(way, setting | {"tokens": tokens}, saved=saved)
+
+
 def add_similarity(rows: Rows, vectors: dict[str, np.ndarray], setting: dict) -> None:
     """Append how alike the answers are, if the embeddings (prompts, C) of all of them are known."""
     cold_vectors = vectors["cold"]
@@ -301,6 +318,8 @@ def main(argv: list[str] | None = None) -> None:
                 add_answers(
                     rows, trial, trial.store_and_answer(prompts, order, turns), order_setting
                 )
+        if args.model == "355M" and not args.quick:  # whose answers all have as many tokens
+            add_short_answers(rows, setting | {"order": "source", "store": "own"})
         if has_chat_form(tokenizer):
             measure_chat(rows, recycler, setting | {"order": "chat", "store": "own"}, args.quick)
         report(rows)
