@@ -954,9 +954,9 @@ def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(
         __doc__,
         'python3 %(prog)s ask "Name the river that Hexley stands on."',
-        "pocket; with --library FOLDER, the model of the study that wrote it",
+        "pocket; another, such as smollm2, for the demo after a reduced fit of half a minute, and for ask with --library",
     )
-    test = cli.add_action("demo", "the falsification test in 20 seconds", default=True)
+    test = cli.add_action("demo", "the falsification test, in 20 seconds for pocket", default=True)
     ask = cli.add_action("ask", "answer QUESTION in three ways")
     for action in (test, ask):
         action.add_model_arguments()
