@@ -588,16 +588,22 @@ def load_model(
 
 @torch.no_grad()
 def round_weights(model: nn.Module, bits: int) -> nn.Module:
-    """Round the matrices of a model's blocks to `bits` bits, and return the model. The numbers that
-    make one output share a scale and a smallest number. The rounded numbers are held as before: a
-    twin is another model, not a smaller or faster one."""
+    """Round the matrices of a model's blocks to `bits` bits, and return the model. The rounded
+    numbers are held as before: a twin is another model, not a smaller or faster one."""
     for block in model.h:
         for weight in block.parameters():
-            if weight.dim() == 2:  # (in, out)
-                low, high = weight.float().aminmax(dim=0, keepdim=True)
-                scale = ((high - low) / (2**bits - 1)).clamp_min(torch.finfo(torch.float32).tiny)
-                weight.copy_(((weight.float() - low) / scale).round() * scale + low)
+            if weight.dim() == 2:
+                codes, scale, low = round_matrix(weight, bits)
+                weight.copy_(codes * scale + low)
     return model
+
+
+def round_matrix(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a matrix (in, out) as whole numbers (in, out) from 0 to 2^bits - 1, and the scale and
+    the smallest number (1, out) that the numbers which make one output share."""
+    low, high = weight.float().aminmax(dim=0, keepdim=True)
+    scale = ((high - low) / (2**bits - 1)).clamp_min(torch.finfo(torch.float32).tiny)
+    return ((weight.float() - low) / scale).round(), scale, low
 
 
 def choose_dtype(tensors: dict[str, Tensor], device: torch.device | str) -> torch.dtype:

@@ -5,11 +5,13 @@ everything down where processes share a core.
 """
 
 import os
+import shutil
 import signal
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ DEVICES = {
     pretended_device.NAME: True,
 }
 BY_DEFAULT = ("cpu", "cuda")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 SKIPPED: list[str] = []  # tests, and why they were skipped
 
 
@@ -96,3 +99,37 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
             torch.set_default_device(request.param)
         yield request.param
     torch.set_default_device(None)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    there = [path for path in map(shutil.which, BROWSERS) if path]
+    if not there:
+        pytest.skip("there is no Chromium")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=there[0], args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A page of a browser that is offline; an error in a script fails the test."""
+    context = browser.new_context(viewport={"width": 1500, "height": 900}, offline=True)
+    page, errors = context.new_page(), []
+
+    def said(message: Any) -> None:
+        if message.type == "error":
+            errors.append(message.text)
+
+    def asked(request: Any) -> None:
+        if not request.url.startswith(("file:", "blob:")):
+            errors.append(request.url)
+
+    page.on("pageerror", lambda error: errors.append(error))
+    page.on("console", said)
+    page.on("request", asked)
+    yield page
+    context.close()
+    assert errors == []

@@ -4,6 +4,7 @@
 which marks there are) and of borrow/README.md, the chapters' pictures, and the pages made of them: an index.html of
 each, and those of `side_by_side/`. The notebook of the two-hour course is made of them too (notebook.py), unless it has
 a student's work in it.
+`live` stands for the weights of the page that runs in a browser (live.py).
 `--check` writes nothing, and fails if anything is stale. With `--stubs` every exercise.py is written anew too (or
 checked), from the solution.py beside it, whatever a student wrote there.
 """
@@ -14,7 +15,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from chapters.builder import front, notebook, pages, side_by_side
+from chapters.builder import front, live, notebook, pages, side_by_side
 from chapters.builder.blocks import (
     BORROW,
     CHAPTERS,
@@ -77,6 +78,11 @@ def build_files(numbers: list[int]) -> dict[Path, str]:
     return files
 
 
+def chapter_or_live(text: str) -> int | str:
+    """Return the number of a chapter, or "live"."""
+    return text if text == "live" else whole_number(0)(text)
+
+
 def neighbour_links(path: Path) -> list[tuple[str, str]]:
     """Return the pages that a page leads to, each with its words: the chapter before, all chapters, the next one."""
     if path.parent == CHAPTERS:
@@ -98,9 +104,9 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument(
         "chapters",
         nargs="*",
-        type=whole_number(0),
+        type=chapter_or_live,
         metavar="N",
-        help="chapters to build; default: all",
+        help="chapters to build, or live; default: all",
     )
     cli.add_argument(
         "--check", action="store_true", help="write nothing; fail if anything is stale"
@@ -111,12 +117,13 @@ def main(argv: list[str] | None = None) -> None:
         help="write every exercise.py too: work in these and in two_hours.ipynb is lost",
     )
     with cli.parse(argv) as args:
-        files = build_files(args.chapters)
+        numbers = [number for number in args.chapters if number != "live"]
+        files = {} if args.chapters and not numbers else build_files(numbers)
+        if not args.chapters or "live" in args.chapters:
+            files[live.WEIGHTS] = live.weights_script()
         if args.stubs:
             solutions = [
-                path
-                for folder in chapter_folders(args.chapters)
-                for path in folder.glob("solution.py")
+                path for folder in chapter_folders(numbers) for path in folder.glob("solution.py")
             ]
             if not solutions:
                 raise ValueError("stubs need a solution.py: your teacher may have it")

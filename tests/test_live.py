@@ -1,0 +1,487 @@
+"""The page that runs the model in a browser computes what Python computes, and is a page that everybody can use."""
+
+import re
+from collections.abc import Iterator
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import urldefrag
+
+import pytest
+import torch
+from torch import Tensor
+
+from chapters.builder import live, site
+from compress import QuantizedCache, quantize
+from gpt_bounded_cache import SlidingWindowCache
+from gpt_kv_cache import GPT, KVCache, generate
+from load_gpt2_weights import load_model, load_tokenizer
+from pocket import corpus
+from support.statistics import kl
+from tests.helpers import ROOT, refused, run
+
+PAGE = ROOT / "chapters" / "live" / "index.html"
+MODEL, TOKENIZER = "pocket:int8", load_tokenizer("pocket")  # what the page has
+STORY = TOKENIZER.encode(corpus.document("test", 0).text)[:150]
+slow = pytest.mark.slow  # a browser
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    return load_model(MODEL, model_class=GPT)
+
+
+@pytest.fixture
+def live_page(page: Any) -> Any:
+    """The page, once it is ready."""
+    page.goto(PAGE.as_uri())
+    page.wait_for_function("document.getElementById('prefix').textContent.includes('Read all')")
+    return page
+
+
+@pytest.fixture(scope="module")
+def scripts(browser: Any) -> Iterator[Any]:
+    """A page with the scripts' functions, and the model that they load."""
+    page = browser.new_page()
+    page.goto(PAGE.as_uri())
+    page.evaluate("globalThis.model = load_model(WEIGHTS)")
+    yield page
+    page.close()
+
+
+def relative_error(found: list, expected: Tensor) -> float:
+    return float((torch.tensor(found) - expected).abs().max() / expected.abs().max())
+
+
+def computed(page: Any, cache: str, pieces: list[list[int]]) -> tuple[list, int, int]:
+    """Return the logits after each piece of a text, which the page's model reads with a new cache, and the cache's
+    length and bytes."""
+    return page.evaluate(
+        f"""pieces => {{
+          const cache = {cache};
+          const logits = pieces.map(ids => [...model.forward(ids, cache, true)[0]]);
+          return [logits, cache.length, cache.nbytes];
+        }}""",
+        pieces,
+    )
+
+
+@torch.no_grad()
+def expected(model: GPT, cache: KVCache, pieces: list[list[int]]) -> Tensor:
+    return torch.stack([model(torch.tensor([ids]), cache)[0, -1] for ids in pieces])
+
+
+def pieces_of(ids: list[int], *lengths: int) -> list[list[int]]:
+    """Return a text in pieces of these lengths, and the rest token by token."""
+    rest = [1] * (len(ids) - sum(lengths))
+    return [piece.tolist() for piece in torch.tensor(ids).split([*lengths, *rest])]
+
+
+def test_weights_are_those_of_the_checkpoint_in_eight_bits() -> None:
+    assert live.WEIGHTS.read_text("utf-8") == live.weights_script()
+    assert live.WEIGHTS.stat().st_size < 5_500_000
+
+
+@slow
+def test_fifty_texts_are_those_that_python_writes(scripts: Any, model: GPT) -> None:
+    prompts = [corpus.document("test", number).text for number in range(1, 51)]
+    prompts = [TOKENIZER.encode(text)[: 4 + number] for number, text in enumerate(prompts)]
+    written = scripts.evaluate(
+        "prompts => prompts.map(ids => [...generate(model, ids, 30)])", prompts
+    )
+    for ids, tokens in zip(prompts, written, strict=True):
+        assert tokens == [int(token) for token in generate(model, torch.tensor([ids]), 30)]
+    uncached = "ids => [...generate(model, ids, 20, null)]"
+    assert scripts.evaluate(uncached, prompts[7]) == written[7][:20]
+
+
+@slow
+@torch.no_grad()
+def test_logits_are_those_of_python(scripts: Any, model: GPT) -> None:
+    found = scripts.evaluate("ids => model.forward(ids).map(row => [...row])", STORY)
+    assert relative_error(found, model(torch.tensor([STORY]))[0]) < 1e-5
+
+
+@slow
+def test_the_tokenizer_is_tiktoken(scripts: Any) -> None:
+    texts = [
+        "Don't, they'll: I'VE 12345 x²!?  two  spaces \n\n\ta tab\n",
+        "naïve 北京 🙂🙃 \u0085\u00a0\u200b\ufeff\x1c\u2028 end   ",
+        "<|endoftext|>a<|endoftext|> b",
+        "'s's 's s'\r\n\r\n ½ \u09ea ",
+        "",
+    ]
+    for text in texts:
+        ids = scripts.evaluate("text => tokenizer.encode(text)", text)
+        assert ids == TOKENIZER.encode(text, allowed_special="all"), text
+        assert scripts.evaluate("ids => tokenizer.texts(ids).join('')", ids) == text
+
+
+CACHES = {
+    "full": ("new KVCache()", KVCache),
+    "window": ("new SlidingWindowCache(20)", partial(SlidingWindowCache, 20)),
+    "sinks": ("new SlidingWindowCache(20, 4)", partial(SlidingWindowCache, 20, sinks=4)),
+    "one": ("new SlidingWindowCache(1)", partial(SlidingWindowCache, 1)),
+    "8": ("new QuantizedCache(8, 6)", partial(QuantizedCache, 8)),
+    "4": ("new QuantizedCache(4, 6)", partial(QuantizedCache, 4)),
+    "2": ("new QuantizedCache(2, 6, 16, 5)", partial(QuantizedCache, 2, group=16, residual=5)),
+}
+
+
+@slow
+@pytest.mark.parametrize("lengths", [(1,), (70,), (7, 24, 25, 26, 40)])
+@pytest.mark.parametrize("name", CACHES)
+def test_caches_compute_what_those_of_python_compute(
+    name: str, lengths: tuple[int, ...], scripts: Any, model: GPT
+) -> None:
+    code, new_cache = CACHES[name]
+    pieces, cache = pieces_of(STORY, *lengths), new_cache()
+    logits = expected(model, cache, pieces)
+    # sums in another order may round a number that lies between two codes the other way
+    tolerance = {"2": 1e-2, "4": 1e-3, "8": 1e-4}.get(name, 1e-5)
+    found, length, nbytes = computed(scripts, code, pieces)
+    assert relative_error(found, logits) < tolerance
+    assert [length, nbytes] == [len(STORY), cache.nbytes]
+
+
+@slow
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_numbers_are_rounded_as_python_rounds_them(bits: int, scripts: Any) -> None:
+    x = torch.randn(32, 192)
+    x[:, 3] = 0.5  # equal numbers
+    x[:, 4] = torch.arange(32) / 2  # some lie between two codes
+    for by_channel in (True, False):
+        numbers = x.T[:, None] if by_channel else x.view(32, 6, 32)
+        dim_codes, scale, zero = quantize(numbers, bits, dim=-1)
+        found = scripts.evaluate(
+            """([x, bits, byChannel]) => {
+              const rows = x.map(row => Float32Array.from(row));
+              const { codes, scale, zero } = new QuantizedCache(bits, 6).quantize(rows, byChannel);
+              return [codes.map(row => [...row]), [...scale], [...zero]];
+            }""",
+            [x.tolist(), bits, by_channel],
+        )
+        assert found[1:] == [scale.flatten().tolist(), zero.flatten().tolist()]
+        if not by_channel:  # there, Python packs other neighbours into a byte
+            assert found[0] == dim_codes.view(32, -1).tolist()
+
+
+@slow
+def test_a_failed_pass_and_truncate_leave_no_trace(scripts: Any, model: GPT) -> None:
+    for code, _ in CACHES.values():
+        differences = scripts.evaluate(
+            f"""ids => {{
+              const cache = {code}, other = {code}, runs = new Runs(WEIGHTS);
+              const read = (cache, ids) => [...model.forward(ids, cache, true)[0]];
+              runs.model = model;
+              runs.runs.x = {{ ids, cache, chunk: 3 }};
+              const first = runs.fail("x"), counts = [first.counted];
+              const rows = [[read(cache, ids.slice(0, 9)), read(other, ids.slice(0, 9))]];
+              counts.push(runs.fail("x").counted);
+              rows.push([read(cache, ids.slice(9, 12)), read(other, ids.slice(9, 12))]);
+              cache.truncate(0);
+              rows.push([read(cache, ids.slice(0, 9)), rows[0][1]]);
+              return [counts, Math.max(...rows.flatMap(([a, b]) => a.map((logit, id) => Math.abs(logit - b[id]))))];
+            }}""",
+            STORY,
+        )
+        assert differences == [[0, 9], 0], code
+
+
+@slow
+def test_both_sides_write_the_text_of_the_command_line(live_page: Any, model: GPT) -> None:
+    live_page.fill("#prompt", "Halek lived in")
+    live_page.fill("#count", "25")
+    live_page.click("#write")
+    live_page.wait_for_function("document.getElementById('written').textContent !== ''")
+    ids = TOKENIZER.encode("Halek lived in")
+    tokens = [int(token) for token in generate(model, torch.tensor([ids]), 25)]
+    live_page.wait_for_timeout(100)
+    for side in ("none", "full"):
+        assert live_page.text_content(f"#text-{side}") == TOKENIZER.decode([*ids, *tokens])
+    assert "25 tokens after 4:" in live_page.text_content("#written")
+    assert "The same text: yes" in live_page.text_content("#written")
+    lines = live_page.locator("#times text").all_text_contents()
+    assert {"without a cache", "with a KV cache", "28 tokens of text"} <= {*lines}
+    n, bytes_a_token = len(ids) + 24, 2 * 6 * 192 * 4
+    assert f"{n * bytes_a_token:,}" in live_page.text_content("#figures-full")
+    assert f"{n} of {n}" in live_page.text_content("#figures-none")
+    assert f"1 of {n}" in live_page.text_content("#figures-full")
+
+
+@slow
+def test_writing_can_be_stopped_and_begun_again(live_page: Any) -> None:
+    for _ in range(2):
+        live_page.fill("#count", "400")
+        live_page.click("#write")
+        live_page.wait_for_function("document.querySelectorAll('#times path').length === 2")
+        live_page.click("#stop")
+        live_page.wait_for_function("!document.getElementById('write').disabled")
+        assert live_page.text_content("#written") == "Stopped."
+
+
+@slow
+def test_a_pass_is_shown_as_it_was(live_page: Any, model: GPT) -> None:
+    def figure(name: str) -> str:
+        return live_page.locator(f"#figures-look div:has(dt:text-is('{name}')) dd").text_content()
+
+    def states() -> list[str]:
+        kinds = live_page.eval_on_selector_all(
+            "#cells .cell", "cells => cells.map(c => c.className)"
+        )
+        return [kind.split()[1] for kind in kinds]
+
+    live_page.select_option("#chunk", "3")
+    live_page.wait_for_function(
+        "document.getElementById('looked').textContent.startsWith('Nothing')"
+    )
+    live_page.click("#next")
+    live_page.wait_for_function(
+        "document.getElementById('looked').textContent.startsWith('Pass 1')"
+    )
+    assert states() == ["new"] * 3 + ["unread"]
+    assert live_page.locator("#mask rect.sees").count() == 1 + 2 + 3
+    live_page.click("#next")
+    live_page.wait_for_function(
+        "document.getElementById('looked').textContent.startsWith('Pass 2')"
+    )
+    assert states() == ["held"] * 3 + ["new", "written"]
+    assert figure("keys computed, a layer") == "1"
+    assert figure("keys read of earlier tokens") == "3"
+    # the shades are the attention of a layer's head
+    identity, shown = {}, KVCache()
+    ids = torch.tensor([TOKENIZER.encode("Halek lived in")])
+    model.h[2].attn.register_forward_pre_hook(lambda _, args: identity.update(q=args[0], k=args[1]))
+    with torch.no_grad():
+        model(ids, shown)
+    model.h[2].attn._forward_pre_hooks.clear()
+    scores = identity["q"][0, 4, -1] @ identity["k"][0, 4].T / 32**0.5
+    shares = scores.softmax(dim=-1).tolist()
+    live_page.select_option("#layer", "2")
+    live_page.select_option("#head", "4")
+    titles = live_page.eval_on_selector_all("#cells .cell", "cells => cells.map(c => c.title)")
+    percent = [float(title.split("attention ")[1].removesuffix("%")) for title in titles[:-1]]
+    assert percent == pytest.approx([100 * share for share in shares], abs=0.06)
+    live_page.click("#fail")
+    live_page.wait_for_function("document.getElementById('looked').textContent.includes('failed')")
+    layers = live_page.locator("#layers div > span:last-child").all_text_contents()
+    assert layers == ["5, counted 4"] * 3 + ["4, counted 4"] * 3
+    live_page.locator("#next").focus()
+    live_page.keyboard.press("ArrowRight")
+    live_page.wait_for_function(
+        "document.getElementById('looked').textContent.startsWith('Pass 3')"
+    )
+    tokens = [int(token) for token in generate(model, ids, 2)]
+    assert live_page.locator("#cells .written b").text_content() == TOKENIZER.decode(tokens[1:])
+    live_page.keyboard.press("ArrowLeft")
+    assert live_page.text_content("#looked").startswith("Pass 2")
+
+
+@slow
+def test_a_window_and_no_cache_are_shown(live_page: Any) -> None:
+    live_page.select_option("#look-kind", "sinks")
+    for _ in range(12):
+        live_page.click("#next")
+        live_page.wait_for_timeout(50)
+    kinds = live_page.eval_on_selector_all("#cells .cell", "cells => cells.map(c => c.className)")
+    kinds = [kind.split()[1] for kind in kinds]
+    assert kinds[:2] == ["held", "held"] and kinds[-1] == "written"
+    assert kinds.count("held") + kinds.count("new") == 2 + 8 and "gone" in kinds
+    live_page.select_option("#look-kind", "none")
+    for _ in range(3):
+        live_page.click("#next")
+        live_page.wait_for_timeout(80)
+    kinds = live_page.eval_on_selector_all("#cells .cell", "cells => cells.map(c => c.className)")
+    assert [kind.split()[1] for kind in kinds] == ["new"] * 6 + ["written"]
+    assert live_page.locator("#fail").is_disabled()
+
+
+@slow
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["window", "sinks", "bits:2"])
+def test_a_smaller_cache_parts_where_python_parts(kind: str, live_page: Any, model: GPT) -> None:
+    ids, n = TOKENIZER.encode("Halek lived in"), 90
+    cache = {
+        "window": SlidingWindowCache(32),
+        "sinks": SlidingWindowCache(32, sinks=4),
+        "bits:2": QuantizedCache(2),
+    }[kind]
+    exact = [int(token) for token in generate(model, torch.tensor([ids]), n)]
+    tokens = [int(token) for token in generate(model, torch.tensor([ids]), n, cache=cache)]
+    live_page.select_option("#small-kind", kind)
+    live_page.fill("#small-count", str(n))
+    live_page.click("#small-write")
+    live_page.wait_for_function("document.getElementById('departed').textContent !== ''")
+    live_page.wait_for_timeout(100)
+    assert live_page.text_content("#text-exact") == TOKENIZER.decode([*ids, *exact])
+    assert live_page.text_content("#text-small") == TOKENIZER.decode([*ids, *tokens])
+    same = next((i for i in range(n) if exact[i] != tokens[i]), None)
+    if same is not None:
+        assert f"after {same} new tokens" in live_page.text_content("#departed")
+        assert live_page.text_content("#text-small .apart") == TOKENIZER.decode([tokens[same]])
+    again = type(cache)(2) if kind == "bits:2" else SlidingWindowCache(32, cache.sinks)
+    text = [*ids, *tokens[:-1]]
+    small = expected(model, again, pieces_of(text, len(ids)))
+    full = expected(model, KVCache(), pieces_of(text, len(ids)))
+    mean = live_page.locator("#figures-small dd").last.text_content()
+    assert float(mean) == pytest.approx(float(kl(full, small).mean()), rel=0.02, abs=1e-4)
+
+
+@slow
+def test_the_cache_can_be_changed_while_it_writes(live_page: Any) -> None:
+    live_page.fill("#small-count", "1000")
+    live_page.select_option("#small-kind", "full")
+    live_page.click("#small-write")
+    live_page.wait_for_function("document.getElementById('figures-small').textContent !== ''")
+    live_page.select_option("#small-kind", "sinks")
+    live_page.wait_for_function("document.querySelector('#text-small .changed') !== null")
+    assert live_page.text_content("#text-small .changed") == "[sinks and a window]"
+    live_page.wait_for_function("document.querySelector('#text-small .apart') !== null")
+    live_page.click("#small-stop")
+    live_page.wait_for_function(
+        "document.getElementById('departed').textContent.includes('part after')"
+    )
+    slots = (4 + 32 + 1) * 2 * 6 * 192 * 4
+    assert f"{slots:,}" in live_page.text_content("#figures-small")
+
+
+@slow
+def test_a_changed_text_is_valid_up_to_the_change(live_page: Any, model: GPT) -> None:
+    text = live_page.input_value("#edited")
+    changed = text.replace("sunny", "rainy")
+    old, new = TOKENIZER.encode(text), TOKENIZER.encode(changed)
+    kept = next(i for i in range(len(new)) if old[i] != new[i])
+    live_page.fill("#edited", changed)
+    assert f"the first {kept} stay valid, and {len(old) - kept} go." in live_page.text_content(
+        "#prefix"
+    )
+    assert live_page.locator("#prefix-cells .held").count() == kept
+    live_page.click("#reread")
+    live_page.wait_for_function("document.getElementById('prefix').textContent.startsWith('Kept')")
+    said = live_page.text_content("#prefix")
+    (token,) = generate(model, torch.tensor([new]), 1)
+    assert f"Kept {kept} tokens and read {len(new) - kept}" in said
+    assert f'"{TOKENIZER.decode([int(token)])}"' in said and "the same either way" in said
+    live_page.fill(
+        "#edited", changed[: changed.index(",")]
+    )  # the beginning alone: its last token is read again
+    assert "read again" in live_page.text_content("#prefix")
+    live_page.fill("#edited", "")
+    assert live_page.locator("#reread").is_disabled()
+
+
+@slow
+def test_bad_input_is_refused_in_a_sentence(live_page: Any) -> None:
+    live_page.fill("#count", "0")
+    live_page.click("#write")
+    said = "New tokens: 0 was given; whole numbers from 1 to 1,000 are allowed."
+    assert live_page.text_content("#written") == said
+    live_page.fill("#count", "1000")
+    live_page.fill("#prompt", "word " * 400)
+    live_page.click("#write")
+    assert re.search(
+        r"[\d,]+ tokens and 1,000 new ones: the context holds 1,280",
+        live_page.text_content("#written"),
+    )
+    live_page.fill("#prompt", "")
+    live_page.click("#small-write")
+    assert "The prompt is empty" in live_page.text_content("#departed")
+    live_page.fill("#prompt", "Halek")
+    live_page.fill("#small-window", "")
+    live_page.click("#small-write")
+    assert "Window: nothing was given" in live_page.text_content("#departed")
+    assert live_page.locator("#small-write").is_enabled()
+
+
+@slow
+def test_what_is_typed_is_only_text(live_page: Any) -> None:
+    typed = (
+        "<img src=http://nowhere.invalid/x onerror=alert(1)><script>document.title='no'</script>"
+    )
+    live_page.fill("#prompt", typed)
+    live_page.fill("#edited", typed)
+    live_page.fill("#count", "5")
+    live_page.click("#write")
+    live_page.wait_for_function("document.getElementById('written').textContent !== ''")
+    live_page.click("#again")
+    live_page.click("#next")
+    live_page.wait_for_timeout(300)
+    assert live_page.locator("img, [onerror], section script").count() == 0
+    assert live_page.title() == "The KV cache at work"
+    assert live_page.text_content("#text-full").startswith(typed)
+
+
+@slow
+@pytest.mark.parametrize("width", [400, 800, 1280, 1920])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_fits_screens_and_can_be_read(width: int, scheme: str, page: Any) -> None:
+    page.set_viewport_size({"width": width, "height": 900})
+    page.emulate_media(color_scheme=scheme)
+    page.goto(PAGE.as_uri())
+    page.wait_for_function("document.getElementById('prefix').textContent.includes('Read all')")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    unnamed = """[...document.querySelectorAll('button, input, select, textarea, [role=img], [role=region]')].filter(e =>
+      !(e.labels && e.labels.length) && !e.getAttribute('aria-label') && !e.textContent.trim()).map(e => e.id)"""
+    assert page.evaluate(unnamed) == []
+    # contrast of words and paper, by WCAG's formula: at least 4.5
+    contrast = """() => {
+      const luminance = colour => {
+        const shares = colour.match(/[\\d.]+/g).map(number => number / 255);
+        const [r, g, b] = shares.map(v => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
+        return .2126 * r + .7152 * g + .0722 * b;
+      };
+      const paper = luminance(getComputedStyle(document.body).backgroundColor);
+      return Math.min(...['body', 'label', 'a', '#write', '.legend'].map(selector => {
+        const style = getComputedStyle(document.querySelector(selector)), ink = luminance(style.color);
+        const below = selector === '#write' ? luminance(style.backgroundColor) : paper;
+        return (Math.max(ink, below) + .05) / (Math.min(ink, below) + .05);
+      }));
+    }"""
+    assert page.evaluate(contrast) >= 4.5
+    page.keyboard.press("Tab")
+    outline = "getComputedStyle(document.activeElement).outlineStyle"
+    assert page.evaluate(outline) == "solid"
+
+
+class Links(HTMLParser):
+    """The links of a page, and what they may lead to."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links, self.ids = [], set()
+        self.feed(path.read_text("utf-8"))
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        for name, value in attributes:
+            if name in ("href", "src"):
+                self.links.append(value)
+            if name == "id":
+                self.ids.add(value)
+
+
+def test_the_site_needs_nothing_but_its_folder(tmp_path: Path) -> None:
+    source = "https://code.example/someone/kv-cache/blob/0123"
+    ran = run(site.main, tmp_path / "site", "--source", source)
+    assert ran.code == 0, ran.err
+    pages = {path: Links(path) for path in (tmp_path / "site").rglob("*.html")}
+    for wanted in (
+        "index",
+        "live/index",
+        "side_by_side/gpt_kv_cache",
+        "trace",
+        "02_kv_cache/index",
+    ):
+        assert tmp_path / "site" / f"{wanted}.html" in pages
+    for path, page in pages.items():
+        for link in page.links:
+            if link.startswith(source):
+                assert (ROOT / urldefrag(link).url.removeprefix(f"{source}/")).exists(), link
+            elif not link.startswith("http"):
+                address, fragment = urldefrag(link)
+                target = (path.parent / address).resolve() if address else path
+                assert target.is_file(), (path, link)
+                assert not fragment or fragment.isdigit() or fragment in pages[target].ids, link
+    refused(run(site.main, tmp_path / "site", "--source", source), "isn't empty")
+    refused(run(site.main, tmp_path / "new", "--source", "nowhere"), "nowhere")
+    assert not (tmp_path / "new").exists()
