@@ -1,6 +1,7 @@
 """The pages work in a real browser, without a network: needs playwright (`pip install playwright`) and a Chromium."""
 
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,23 @@ def test_attention_is_shading_and_numbers(name: str, page: Any, traces: dict[str
     assert page.evaluate(shading) != shades
 
 
+def test_every_step_is_a_row_of_the_map(page: Any, traces: dict[str, str]) -> None:
+    page.goto(traces["ring"])
+    canvas = page.locator("#map canvas")
+    row = canvas.bounding_box()["height"] / 40
+    canvas.click(position={"x": 5, "y": 11.5 * row})
+    assert page.text_content("#step") == "12 / 40"
+    box, later = canvas.bounding_box(), page.locator("#later").bounding_box()
+    assert later["y"] == pytest.approx(box["y"] + 12 * row, abs=1)
+    dark = """y => {
+      const canvas = document.querySelector('#map canvas'), [wide, high] = [canvas.width, canvas.height / 40];
+      const row = canvas.getContext('2d').getImageData(0, Math.floor((y + .3) * high), wide, 1).data;
+      return Array.from({ length: wide }, (_, x) => row[4 * x] === 31).filter(Boolean).length;
+    }"""
+    first, last = page.evaluate(dark, 0), page.evaluate(dark, 39)
+    assert first == pytest.approx(number(page, "#computed") * last, rel=0.2) or first > last > 0
+
+
 def test_slots_of_a_bct_are_bars(page: Any, traces: dict[str, str]) -> None:
     end(page, traces["bct"])
     assert page.is_visible("#mass-title") and count(page, "#cache .new") == 1
@@ -184,6 +202,41 @@ def test_files_stand_side_by_side(name: str, page: Any) -> None:
     page.keyboard.press("n")
     page.keyboard.press("p")
     assert page.evaluate("scrollY") == pytest.approx(there, abs=2)
+
+
+@pytest.mark.parametrize("name", ["gpt_kv_cache", "gpt_bounded_cache", "llama_kv_cache"])
+def test_files_fit_a_narrow_screen(name: str, page: Any) -> None:
+    page.set_viewport_size({"width": 500, "height": 900})
+    page.goto((PAGES / f"{name}.html").as_uri())
+    assert page.evaluate("document.documentElement.scrollWidth") <= 500
+    for brief in (True, False):
+        page.locator("#brief").set_checked(brief)
+        shown = "cells => cells.filter(c => c.offsetWidth && c.textContent).map(c => c.offsetWidth)"
+        assert min(page.eval_on_selector_all("td.left, td.right", shown)) > 400
+    equal = page.locator("tr.same", has_text="import math").first
+    assert equal.locator(".right").is_visible() and not equal.locator(".left").is_visible()
+
+
+def test_words_stand_beside_the_methods_of_a_long_hunk(page: Any) -> None:
+    page.goto((PAGES / "gpt_kv_cache.html").as_uri())
+    row = page.locator("tr", has=page.locator("td.right", has_text="def commit(self"))
+    assert "Called last of all" in row.locator("td.words").text_content()
+    words = page.locator("td.words > div").all()
+    edges = [
+        (box["y"], box["y"] + box["height"]) for box in (note.bounding_box() for note in words)
+    ]
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(edges))
+
+
+def test_the_front_picture_begins_whole(page: Any) -> None:
+    page.goto((ROOT / "chapters" / "front.svg").as_uri())
+    opacities = """time => {
+      document.getAnimations().forEach(animation => { animation.pause(); animation.currentTime = time; });
+      return [...document.querySelectorAll('.row')].map(row => +getComputedStyle(row).opacity);
+    }"""
+    assert {*page.evaluate(opacities, 0)} == {1}
+    later = page.evaluate(opacities, 4500)
+    assert later[0] == 1 and later[6] == pytest.approx(0.2)
 
 
 def test_changed_words_are_marked_and_the_margin_folds(page: Any) -> None:

@@ -5,11 +5,11 @@
 
 import difflib
 import re
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
-from chapters.builder.blocks import CHAPTERS, find_hunks, read_newest
+from chapters.builder.blocks import CHAPTERS, find_hunks, read_newest, source_lines
 from chapters.builder.pages import COMMENT, MARKDOWN, TEMPLATES, highlight_python
 
 PAIRS = (
@@ -24,6 +24,7 @@ WORDS = re.compile(
     r'^<!-- (?:about|\{\{ diff)\("(\S+)", "(\S+)", (\d+)(?:, (\d+))?\)(?: \}\})? -->\n(.*?)(?=\n\n)',
     re.M | re.S,
 )
+BESIDE = re.compile(r'^<!-- beside\("(\S+)", "(\S+)"\): (.*?) -->$', re.M | re.S)
 HUNK = re.compile(r"^```diff\n.*?^<!-- end -->\n\n", re.M | re.S)  # between a mark and its words
 LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
 
@@ -33,26 +34,44 @@ def margin_words(chapters: dict[Path, str]) -> dict[tuple[str, str], dict[int, l
     number."""
     words_by_hunk: dict[tuple[str, str], dict[int, list[str]]] = {pair: {} for pair in PAIRS}
     for path, text in chapters.items():
-        folder = path.parent.name
-        link = f'<a href="../{folder}/index.html">chapter {int(folder[:2])}</a>'
         for old, new, first, last, words in WORDS.findall(HUNK.sub("", text)):
             words = re.sub(r"<!-- margin: (.*) -->", r"\1", words, flags=re.S)
             if words.startswith(("#", "<!--", "|", "```", "- ")):
                 continue  # not words on the hunk
-            words = LINK.sub(r"\1", COMMENT.sub("", words))  # links by their words
-            words = MARKDOWN.renderInline(" ".join(words.split()))
             hunk_numbers = f"hunks {first} to {last}: " if last else ""
             notes = words_by_hunk[old, new].setdefault(int(first), [])
-            notes.append(f"{hunk_numbers}{words} ({link})")
+            notes.append(f"{hunk_numbers}{margin_note(path, words)}")
     return words_by_hunk
 
 
-def two_columns(old: str, new: str, words_by_hunk: dict[int, list[str]]) -> dict[str, Any]:
+def words_beside(chapters: dict[Path, str], file: str) -> dict[int, str]:
+    """Return what the chapters' README.md files say of single definitions of a file, by the index of the line at which
+    each begins. Raises ValueError if the file doesn't have one of them."""
+    words_by_line = {}
+    for path, text in chapters.items():
+        for name_of_file, definition, words in BESIDE.findall(text):
+            if name_of_file == file:
+                first_number, _ = source_lines(file, definition)
+                words_by_line[first_number - 1] = margin_note(path, words)
+    return words_by_line
+
+
+def margin_note(path: Path, words: str) -> str:
+    """Return words from a chapter's README.md as HTML, with a link to the chapter."""
+    folder = path.parent.name
+    words = LINK.sub(r"\1", COMMENT.sub("", words))  # links by their words
+    words = MARKDOWN.renderInline(" ".join(words.split()))
+    return f'{words} (<a href="../{folder}/index.html">chapter {int(folder[:2])}</a>)'
+
+
+def two_columns(
+    old: str, new: str, words_by_hunk: dict[int, list[str]], words_by_line: dict[int, str]
+) -> dict[str, Any]:
     """Return what the template shows of two files: the lines of both as HTML, their indents, and rows.
 
-    A row has a kind, and the indices of its lines. Its margin holds the words of a hunk that begins there, or is empty,
-    or isn't its own: the words of the hunk above reach over it. Other rows stand for hidden lines, or take the rest of
-    the words."""
+    A row has a kind, and the indices of its lines. Its margin holds the words of a hunk that begins there, or those on
+    its line, or is empty, or isn't its own: the words above reach over it. Other rows stand for hidden lines, or take
+    the rest of the words."""
     texts = [read_newest(name).splitlines() for name in (old, new)]
     left, right = (highlight_python(read_newest(name)) for name in (old, new))
     rows, hunk, old_line, new_line = [], {"span": 0}, 0, 0
@@ -85,10 +104,15 @@ def two_columns(old: str, new: str, words_by_hunk: dict[int, list[str]]) -> dict
                     left[old_index] = mark_differences(left[old_index], removed)
                     right[new_index] = mark_differences(right[new_index], added)
         if number < len(changes):
-            hunk = rows[begin]
-            words = words_by_hunk.get(number, [])
-            hunk |= {"hunk": number, "span": len(rows) - begin, "said": words}
-            hunk["kind"] = f"first {hunk['kind']}"
+            rows[begin] |= {"hunk": number, "said": words_by_hunk.get(number, [])}
+            rows[begin]["kind"] = f"first {rows[begin]['kind']}"
+            for row in rows[begin:]:
+                if row["b"] in words_by_line:
+                    row["said"] = [*row.get("said", []), words_by_line[row["b"]]]
+            cells = [index for index in range(begin, len(rows)) if "said" in rows[index]]
+            for index, following in pairwise([*cells, len(rows)]):
+                rows[index]["span"] = following - index
+            hunk = rows[cells[-1]]
         old_line, new_line = end, new_end
     indents = [[len(line) - len(line.lstrip(" ")) for line in text] for text in texts]
     return {"rows": rows, "left": left, "right": right, "indents": indents}
@@ -149,7 +173,7 @@ def comparison_pages(chapters: dict[Path, str]) -> dict[Path, str]:
     for old, new in PAIRS:
         path = CHAPTERS / "side_by_side" / f"{Path(new).stem}.html"
         others = [pair for pair in PAIRS if pair != (old, new)]
-        columns = two_columns(old, new, words_by_pair[old, new])
+        columns = two_columns(old, new, words_by_pair[old, new], words_beside(chapters, new))
         page_by_path[path] = template.render(
             old=old, new=new, count=len(find_hunks(old, new)), others=others, **columns
         )

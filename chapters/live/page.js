@@ -616,6 +616,7 @@ async function load() {
     await look_again();
     await look_next();
     await reread();
+    if (location.hash === "#begin") write();  // index.html#begin writes at once
   } catch (error) {
     complain("loading", error);
   }
