@@ -41,14 +41,14 @@ WEIGHTLESS = {
 # Tokens of each room when somebody last looked. A commit that needs more than a twentieth above
 # raises its room's record, or records a new room, in one line.
 RECORDS = {
-    "tests": 105700,
+    "tests": 115000,
     "chapters' exercises": 77400,
     "studies": 37800,
     "pocket": 18155,
     "lectures": 16146,
     "support": 20900,
     "benchmarks": 12062,
-    "chapters' tools": 9650,
+    "chapters' tools": 11200,
     "projector.py": 7150,
     "load_gpt2_weights.py": 4960,
     "paged.py": 3728,
