@@ -122,7 +122,7 @@ def test_attention_is_shading_and_numbers(name: str, page: Any, traces: dict[str
 
 def test_every_step_is_a_row_of_the_map(page: Any, traces: dict[str, str]) -> None:
     page.goto(traces["ring"])
-    canvas = page.locator("#map canvas")
+    canvas, n_prompt = page.locator("#map canvas"), number(page, "#computed")
     row = canvas.bounding_box()["height"] / 40
     canvas.click(position={"x": 5, "y": 11.5 * row})
     assert page.text_content("#step") == "12 / 40"
@@ -134,7 +134,7 @@ def test_every_step_is_a_row_of_the_map(page: Any, traces: dict[str, str]) -> No
       return Array.from({ length: wide }, (_, x) => row[4 * x] === 31).filter(Boolean).length;
     }"""
     first, last = page.evaluate(dark, 0), page.evaluate(dark, 39)
-    assert first == pytest.approx(number(page, "#computed") * last, rel=0.2) or first > last > 0
+    assert 0 < last < first == pytest.approx(n_prompt * last, abs=n_prompt + 2)
 
 
 def test_slots_of_a_bct_are_bars(page: Any, traces: dict[str, str]) -> None:
@@ -221,6 +221,7 @@ def test_words_stand_beside_the_methods_of_a_long_hunk(page: Any) -> None:
     page.goto((PAGES / "gpt_kv_cache.html").as_uri())
     row = page.locator("tr", has=page.locator("td.right", has_text="def commit(self"))
     assert "Called last of all" in row.locator("td.words").text_content()
+    assert "-->" not in "".join(page.locator("td.words").all_text_contents())
     words = page.locator("td.words > div").all()
     edges = [
         (box["y"], box["y"] + box["height"]) for box in (note.bounding_box() for note in words)

@@ -9,6 +9,7 @@ a student's work in it.
 checked), from the solution.py beside it, whatever a student wrote there.
 """
 
+import argparse
 import ast
 import os
 import re
@@ -80,7 +81,10 @@ def build_files(numbers: list[int]) -> dict[Path, str]:
 
 def chapter_or_live(text: str) -> int | str:
     """Return the number of a chapter, or "live"."""
-    return text if text == "live" else whole_number(0)(text)
+    try:
+        return text if text == "live" else whole_number(0)(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or live") from error
 
 
 def neighbour_links(path: Path) -> list[tuple[str, str]]:
@@ -118,7 +122,10 @@ def main(argv: list[str] | None = None) -> None:
     )
     with cli.parse(argv) as args:
         numbers = [number for number in args.chapters if number != "live"]
-        files = {} if args.chapters and not numbers else build_files(numbers)
+        live_only = bool(args.chapters) and not numbers
+        if live_only and args.stubs:
+            raise ValueError("live has no exercises: give --stubs the numbers of chapters")
+        files = {} if live_only else build_files(numbers)
         if not args.chapters or "live" in args.chapters:
             files[live.WEIGHTS] = live.weights_script()
         if args.stubs:

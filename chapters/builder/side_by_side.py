@@ -24,7 +24,7 @@ WORDS = re.compile(
     r'^<!-- (?:about|\{\{ diff)\("(\S+)", "(\S+)", (\d+)(?:, (\d+))?\)(?: \}\})? -->\n(.*?)(?=\n\n)',
     re.M | re.S,
 )
-BESIDE = re.compile(r'^<!-- beside\("(\S+)", "(\S+)"\): (.*?) -->$', re.M | re.S)
+BESIDE = re.compile(r'^<!-- beside\("(\S+)", "(\S+)"\): (.*?)\s*-->$', re.M | re.S)
 HUNK = re.compile(r"^```diff\n.*?^<!-- end -->\n\n", re.M | re.S)  # between a mark and its words
 LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
 
@@ -75,6 +75,7 @@ def two_columns(
     texts = [read_newest(name).splitlines() for name in (old, new)]
     left, right = (highlight_python(read_newest(name)) for name in (old, new))
     rows, hunk, old_line, new_line = [], {"span": 0}, 0, 0
+    noted: set[int] = set()  # lines whose words have their place
     changes = [*find_hunks(old, new), (len(left), len(left), len(right), len(right))]
     for number, (first, end, new_first, new_end) in enumerate(changes, 1):
         n_equal = first - old_line
@@ -104,6 +105,7 @@ def two_columns(
                     left[old_index] = mark_differences(left[old_index], removed)
                     right[new_index] = mark_differences(right[new_index], added)
         if number < len(changes):
+            noted |= words_by_line.keys() & {*range(new_first, new_end)}
             rows[begin] |= {"hunk": number, "said": words_by_hunk.get(number, [])}
             rows[begin]["kind"] = f"first {rows[begin]['kind']}"
             for row in rows[begin:]:
@@ -114,6 +116,8 @@ def two_columns(
                 rows[index]["span"] = following - index
             hunk = rows[cells[-1]]
         old_line, new_line = end, new_end
+    if left_over := words_by_line.keys() - noted:
+        raise ValueError(f"{new}: words beside line {min(left_over) + 1}, which no hunk changes")
     indents = [[len(line) - len(line.lstrip(" ")) for line in text] for text in texts]
     return {"rows": rows, "left": left, "right": right, "indents": indents}
 

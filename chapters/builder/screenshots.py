@@ -1,19 +1,19 @@
-"""Take the front page's pictures of the pages anew: needs playwright (`pip install playwright`) and a Chromium."""
+"""Take the front page's pictures of pages anew, and write trace.html: needs playwright and a Chromium."""
 
 import shutil
 
 from chapters.builder.blocks import CHAPTERS, run_process
 from support.cli import CommandLine
 
-# The picture of each page: its address, size, and what it shows when it can be taken.
+# Of each picture: the page's address, its size, what is there when it can be taken, and which part of the page it takes.
 PICTURES = {
-    "side_by_side.png": ("side_by_side/gpt_kv_cache.html#3", (1560, 640), "tr.first"),
-    "live.png": ("live/index.html#begin", (1100, 860), "#written:not(:empty)"),
+    "side_by_side.png": ("side_by_side/gpt_kv_cache.html#3", (1560, 640), "tr.first", ""),
+    "live.png": ("live/index.html#begin", (1100, 900), "#written:not(:empty)", "section"),
 }
 
 
 def main(argv: list[str] | None = None) -> None:
-    cli = CommandLine(__doc__, example="python3 -m chapters.screenshots")
+    cli = CommandLine(__doc__, example="python3 -m chapters.builder.screenshots")
     with cli.parse(argv):
         try:
             from playwright.sync_api import sync_playwright
@@ -34,12 +34,13 @@ def main(argv: list[str] | None = None) -> None:
         )
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=there, args=["--no-sandbox"])
-            for name, (address, (width, height), shown) in PICTURES.items():
+            for name, (address, (width, height), there_then, part) in PICTURES.items():
                 page = browser.new_page(viewport={"width": width, "height": height})
                 page.goto(f"{CHAPTERS.as_uri()}/{address}")
-                page.wait_for_selector(shown, timeout=120_000)
-                page.screenshot(path=CHAPTERS / name)
+                page.wait_for_selector(there_then, timeout=120_000)
+                (page.locator(part).first if part else page).screenshot(path=CHAPTERS / name)
                 print(f"written: {CHAPTERS.name}/{name}")
+            browser.close()
 
 
 if __name__ == "__main__":
