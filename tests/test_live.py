@@ -583,7 +583,7 @@ def test_the_site_needs_nothing_but_its_folder(tmp_path: Path) -> None:
     linked = {(index.parent / urldefrag(link).url).resolve() for _, link in pages[index].links}
     wanted = ("live/index", "side_by_side/gpt_kv_cache", "trace", "02_kv_cache/index", "glossary")
     assert {tmp_path / "site" / f"{name}.html" for name in wanted} <= linked
-    refused(run(site.main, tmp_path / "site", "--source", source), "isn't empty")
-    refused(run(site.main, index, "--source", source), "is there")
+    refused(run(site.main, tmp_path / "site", "--source", source), "isn't an empty folder")
+    refused(run(site.main, index, "--source", source), "isn't an empty folder")
     refused(run(site.main, tmp_path / "new", "--source", "nowhere"), "nowhere")
     assert not (tmp_path / "new").exists()

@@ -64,9 +64,7 @@ def main(argv: list[str] | None = None) -> None:
                 f"--source must be an address such as https://host/path, got {args.source!r}"
             )
         if args.folder.exists() and (not args.folder.is_dir() or any(args.folder.iterdir())):
-            raise ValueError(
-                f"{args.folder} is there and not empty: the site goes into a new folder"
-            )
+            raise ValueError(f"{args.folder} isn't an empty folder: the site goes into a new one")
         files = site_of(args.source)
         for path, content in files.items():
             copy = args.folder / path

@@ -594,16 +594,11 @@ function show_small() {
     tokenizer.texts([...ids, ...run.map(({ token }) => token)]).slice(ids.length);
   const spans = (run, other) =>
     texts(run).flatMap((token, i) => {
-      const span = element(
-        "span",
-        token,
-        [
-          i === apart ? "apart" : "",
-          other && passes[i].token !== passes[i].exact_token ? "differs" : "",
-        ]
-          .join(" ")
-          .trim(),
-      );
+      const differs = other && passes[i].token !== passes[i].exact_token;
+      const span = element("span", token);
+      span.classList.toggle("apart", i === apart);
+      span.classList.toggle("differs", differs);
+      if (token.startsWith("\n")) span.dataset.line = "↵"; // else nothing of it is seen
       const change = other && changes.find(({ at }) => at === i);
       return change ? [element("span", `[${change.words}]`, "changed"), span] : [span];
     });
