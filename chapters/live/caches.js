@@ -89,7 +89,7 @@ class SlidingWindowCache extends KVCache {
     return this.n_read;
   }
 
-  // 2 * L * (sinks + window + 1) * C * 4.
+  // Bytes of all slots: 2 * L * (sinks + window + 1) * C * 4.
   get nbytes() {
     return this.layers.reduce((sum, { k }) => sum + 2 * this.n_slots * k[0].byteLength, 0);
   }

@@ -111,7 +111,7 @@ class KVCache {
     return this.pos.length;
   }
 
-  // 2 * L * S * C * 4.
+  // Bytes of all keys and values: 2 * L * S * C * 4.
   get nbytes() {
     return this.layers.reduce((sum, { k }) => sum + 2 * this.length * k[0].byteLength, 0);
   }
@@ -129,8 +129,8 @@ class Attention {
 
   // The queries, keys and values of x (T, C): (T, C) each, a head's numbers side by side.
   project(x) {
-    const qkv = this.c_attn.forward(x);
-    const C = x[0].length; // (T, 3C)
+    const qkv = this.c_attn.forward(x); // (T, 3C)
+    const C = x[0].length;
     return [0, 1, 2].map(part => qkv.map(row => row.slice(part * C, (part + 1) * C)));
   }
 
@@ -152,9 +152,9 @@ class Attention {
     const D = C / this.n_head;
     const y = new Float32Array(C);
     this.shares = [];
+    // a head's numbers stand from first to first + D - 1
     for (let first = 0; first < C; first += D) {
-      // a head's numbers are first to first + D - 1
-      const scores = new Float64Array(seen.length);
+        const scores = new Float64Array(seen.length);
       const shares = new Float32Array(k.length);
       for (let n = 0; n < seen.length; n++)
         scores[n] = dot(query, k[seen[n]], first, first + D) / Math.sqrt(D);
@@ -192,16 +192,17 @@ class Block {
   }
 
   forward(x, pos, cache, layer) {
-    let [q, k, v] = this.attn.project(this.ln_1.forward(x));
-    let mask = null; // (T, C) each
-    if (cache !== null) [k, v, mask] = cache.append(layer, k, v, pos); // (S, C) twice, (T, S) or null
+    let mask = null;
+    let [q, k, v] = this.attn.project(this.ln_1.forward(x)); // (T, C) each
+    // (S, C) twice, (T, S) or null
+    if (cache !== null) [k, v, mask] = cache.append(layer, k, v, pos);
     x = add(x, this.attn.forward(q, k, v, mask));
     return add(x, this.mlp.forward(this.ln_2.forward(x))); // (T, C)
   }
 }
 
 class GPT {
-  // Tensors: a Float32Array for each of GPT-2's public names.
+  // tensors: a Float32Array for each of GPT-2's public names.
   constructor(config, tensors) {
     const linear = name => new Conv1D(tensors[`${name}.weight`], tensors[`${name}.bias`]);
     const norm = name => new LayerNorm(tensors[`${name}.weight`], tensors[`${name}.bias`]);
@@ -249,7 +250,7 @@ class GPT {
     return logits;
   }
 
-  // The logits (T, V) of the last block's output (T, C)
+  // The logits (T, V) of the last block's output (T, C).
   head(x) {
     this.head_multiplications += x.length * this.wte.length * this.config.n_embd;
     return this.ln_f
@@ -257,7 +258,7 @@ class GPT {
       .map(row => Float32Array.from(this.wte, token => dot(row, token, 0, row.length)));
   }
 
-  // Those of all passes so far.
+  // The multiplications of all passes so far, in matrix products and attention.
   get multiplications() {
     return this.h.reduce(
       (sum, { attn, mlp }) =>
@@ -282,18 +283,18 @@ function* generate(model, ids, max_new_tokens, cache = new KVCache()) {
   }
 }
 
-// (T, C) twice -> (T, C)
+// The sum of two texts' vectors (T, C).
 function add(x, y) {
   return x.map((row, t) => row.map((number, i) => number + y[t][i]));
 }
 
-// The best token of (V)
+// The best token by logits (V).
 function argmax(logits) {
   return logits.indexOf(logits.reduce((best, logit) => Math.max(best, logit), -Infinity));
 }
 
+// GPT-2's approximation.
 function gelu(x) {
-  // GPT-2's approximation
   return 0.5 * x * (1 + Math.tanh(Math.sqrt(2 / Math.PI) * (x + 0.044715 * x ** 3)));
 }
 

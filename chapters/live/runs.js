@@ -148,9 +148,9 @@ function common_prefix_length(a, b) {
   return n;
 }
 
+// Runs in a worker, so that the page never waits; where there can't be one, in the page, a pass at
+// a time.
 class Machine {
-  // Runs in a worker, so that the page never waits; where there can't be one, in the page, a pass
-  // at a time
   constructor() {
     this.count = 0;
     this.waiting = new Map();
