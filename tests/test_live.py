@@ -1,6 +1,7 @@
 """The page that runs the model in a browser computes what Python computes, and is a page that everybody can use."""
 
 import re
+import shutil
 from collections.abc import Iterator
 from functools import partial
 from html.parser import HTMLParser
@@ -251,6 +252,15 @@ def test_it_also_writes_where_there_can_be_no_worker(worker: str, page: Any) -> 
 
 
 @slow
+def test_a_file_that_was_not_copied_is_said(browser: Any, tmp_path: Path) -> None:
+    shutil.copytree(PAGE.parent, tmp_path / "live", ignore=shutil.ignore_patterns("weights.js"))
+    page = browser.new_page()
+    page.goto((tmp_path / "live" / "index.html").as_uri())
+    assert "isn't complete" in page.text_content("#loading")
+    page.close()
+
+
+@slow
 def test_writing_can_be_stopped_and_begun_again(live_page: Any) -> None:
     for _ in range(2):
         live_page.fill("#count", "400")
@@ -260,7 +270,9 @@ def test_writing_can_be_stopped_and_begun_again(live_page: Any) -> None:
         live_page.wait_for_function(f"{begun} && {written} > 2")
         live_page.click("#stop")
         live_page.wait_for_function("!document.getElementById('write').disabled")
-        assert live_page.text_content("#written") == "Stopped."
+        assert live_page.text_content("#written").startswith("Stopped. ")
+        assert "The same text: yes" in live_page.text_content("#written")
+        assert live_page.evaluate("document.activeElement.id") == "write"
 
 
 @slow
@@ -292,7 +304,7 @@ def test_a_pass_is_shown_as_it_was(live_page: Any, model: GPT) -> None:
     )
     assert states() == ["held"] * 3 + ["new", "written"]
     assert figure("keys computed per layer") == "1"
-    assert figure("keys read of earlier tokens") == "3"
+    assert figure("earlier keys read") == "3"
     # the shades are the attention of a layer's head
     attended, ids = {}, torch.tensor([TOKENIZER.encode("Halek lived in")])
     hook = model.h[2].attn.register_forward_pre_hook(

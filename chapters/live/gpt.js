@@ -154,7 +154,7 @@ class Attention {
     this.shares = [];
     // a head's numbers stand from first to first + D - 1
     for (let first = 0; first < C; first += D) {
-        const scores = new Float64Array(seen.length);
+      const scores = new Float64Array(seen.length);
       const shares = new Float32Array(k.length);
       for (let n = 0; n < seen.length; n++)
         scores[n] = dot(query, k[seen[n]], first, first + D) / Math.sqrt(D);

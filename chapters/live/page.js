@@ -176,21 +176,30 @@ const writing = {}; // by side: the passes so far, or nothing
 let write_number = 0;
 
 async function write() {
+  if ($("write").disabled) return;
   try {
     const count = whole("count");
     const ids = prompt_ids(count);
     const number = ++write_number;
     say("written", "");
-    [$("write").disabled, $("stop").disabled] = [true, false];
+    writing_now("write", "stop", true);
     await Promise.all([
       write_side("none", slow, ids, count, number),
       write_side("full", quick, ids, count, number),
     ]);
-    if (number === write_number) conclude(ids);
+    conclude(ids, number === write_number ? "" : "Stopped. ");
   } catch (error) {
     complain("written", error);
   }
-  [$("write").disabled, $("stop").disabled] = [false, true];
+  writing_now("write", "stop", false);
+}
+
+// Change which of two buttons can be pressed, and let the focus follow.
+function writing_now(write, stop, on) {
+  const focused = [$(write), $(stop)].includes(document.activeElement);
+  $(write).disabled = on;
+  $(stop).disabled = !on;
+  if (focused) $(on ? stop : write).focus();
 }
 
 async function write_side(side, machine, ids, count, number) {
@@ -225,7 +234,7 @@ function show_side(side, ids, passes) {
           "ms, this token": milliseconds(last.ms),
           "tokens computed": `${grouped(last.end - last.first)} of ${grouped(last.end)}`,
           multiplications: grouped(last.multiplications),
-          "… so far": grouped(sum(passes.map(pass => pass.multiplications))),
+          "multiplications so far": grouped(sum(passes.map(pass => pass.multiplications))),
           "bytes of cache": grouped(last.bytes),
         },
   );
@@ -239,15 +248,19 @@ function draw_times() {
   ]);
 }
 
-function conclude(ids) {
+// Say how the two sides compare, over the tokens that both have written.
+function conclude(ids, before) {
   draw_now();
-  const seconds = side => sum(writing[side].map(({ ms }) => ms)) / 1000;
-  const n = writing.full.length;
-  const ratio = seconds("none") / seconds("full");
-  const same = writing.full.every(({ token }, i) => token === writing.none[i].token);
+  const n = Math.min(writing.full.length, writing.none.length);
+  const [none, full] = [writing.none.slice(0, n), writing.full.slice(0, n)];
+  const seconds = passes => sum(passes.map(({ ms }) => ms)) / 1000;
+  const ratio = seconds(none) / seconds(full);
+  const same = full.every(({ token }, i) => token === none[i].token);
+  if (n === 0) return say("written", before);
   say(
     "written",
-    `${counted(n, "token")} after ${grouped(ids.length)}: ${seconds("none").toFixed(1)} s without a cache, ${seconds("full").toFixed(1)} s with one, ` +
+    `${before}${counted(n, "token")} after ${grouped(ids.length)}: ` +
+      `${seconds(none).toFixed(1)} s without a cache, ${seconds(full).toFixed(1)} s with one, ` +
       `${ratio.toFixed(ratio < 10 ? 1 : 0)} times as fast. The same text: ${same ? "yes" : "no"}.`,
   );
 }
@@ -384,7 +397,7 @@ function show_pass(pass, texts) {
   const most = Math.max(...shares.values());
   figures("figures-look", {
     "keys computed per layer": grouped(queries.length),
-    "keys read of earlier tokens": grouped(seen.size - queries.length),
+    "earlier keys read": grouped(seen.size - queries.length),
     multiplications: grouped(pass.multiplications),
     "bytes of cache after it": grouped(pass.bytes),
     ms: milliseconds(pass.ms),
@@ -438,8 +451,9 @@ function cell(state, label, token, share, title) {
 function draw_mask(queries, keys, sees, texts) {
   const svg = $("mask");
   const [T, S] = [queries.length, keys.length];
+  $("mask-panel").hidden = T === 0; // before the first pass, and after one that failed
   const labelled = S <= 48;
-  const size = labelled ? 16 : 6;
+  const size = S <= 16 ? 24 : labelled ? 16 : 6;
   const left = labelled ? 84 : 2;
   const top = left;
   const width = left + size * Math.max(12, S) + 10;
@@ -462,10 +476,10 @@ function draw_mask(queries, keys, sees, texts) {
   };
   if (labelled) {
     queries.forEach((token, t) =>
-      label(token, { x: left - 6, y: top + size * t + 12, "text-anchor": "end" }),
+      label(token, { x: left - 6, y: top + size * (t + 0.75), "text-anchor": "end" }),
     );
     keys.forEach((token, s) =>
-      label(token, { transform: `translate(${left + size * s + 12} ${top - 6}) rotate(-60)` }),
+      label(token, { transform: `translate(${left + size * (s + 0.75)} ${top - 6}) rotate(-60)` }),
     );
   }
   const count = t => keys.filter((_, s) => sees(t, s)).length;
@@ -531,6 +545,7 @@ function draw_layers({ layers, counted }) {
 let small = null;
 
 async function write_small() {
+  if ($("small-write").disabled) return;
   const start = () => {
     const count = whole("small-count");
     return {
@@ -546,7 +561,7 @@ async function write_small() {
   try {
     const current = (small = start());
     say("departed", "");
-    [$("small-write").disabled, $("small-stop").disabled] = [true, false];
+    writing_now("small-write", "small-stop", true);
     await quick.ask("begin", "exact", small.ids, { kind: "full" });
     await quick.ask("begin", "small", small.ids, small.cache, { compared: true });
     while (!current.stopped && current.passes.length < current.count) {
@@ -555,11 +570,11 @@ async function write_small() {
       current.passes.push(pass);
       soon("small", show_small);
     }
-    if (!$("departed").classList.contains("error")) say("departed", verdict());
+    say("departed", verdict());
   } catch (error) {
     complain("departed", error);
   }
-  [$("small-write").disabled, $("small-stop").disabled] = [false, true];
+  writing_now("small-write", "small-stop", false);
 }
 
 async function change_small() {
@@ -573,7 +588,7 @@ async function change_small() {
     small.changes = [...small.changes.filter(change => change.at !== at), { at, words }];
     say("departed", "");
   } catch (error) {
-    complain("departed", error);
+    complain("departed", new Error(`${error.message} The cache hasn't been changed.`));
   }
 }
 
@@ -690,12 +705,13 @@ function show_prefix() {
     same >= ids.length ? " The last token is read again, since the prediction comes from it." : "";
   say(
     "prefix",
-    `Of the ${counted(held_ids.length, "token")} in the cache, ${grouped(kept)} stay valid and ${grouped(held_ids.length - kept)} don't. To read: ${grouped(ids.length - kept)}.${why}`,
+    `Of the ${counted(held_ids.length, "token")} in the cache, ${grouped(kept)} stay${kept === 1 ? "s" : ""} valid and ${grouped(held_ids.length - kept)} don't. To read: ${grouped(ids.length - kept)}.${why}`,
   );
 }
 
 async function reread() {
   rereading = true;
+  say("prefix", "Reading …");
   $("reread").disabled = true;
   try {
     const text = $("edited").value;
@@ -729,8 +745,7 @@ function options(id, pairs, chosen) {
 }
 
 function stop() {
-  write_number++;
-  say("written", "Stopped.");
+  write_number++; // the loops end
 }
 
 function prepare() {
@@ -804,6 +819,13 @@ function prepare() {
   };
   for (const id of ["small-kind", "small-window", "small-sinks"]) $(id).onchange = change_small;
   $("small-write").onclick = write_small;
+  for (const [field, start] of [
+    ["count", write],
+    ["small-count", write_small],
+  ])
+    $(field).onkeydown = event => {
+      if (event.key === "Enter") start();
+    };
   $("small-stop").onclick = () => {
     small.stopped = true;
   };
