@@ -211,7 +211,8 @@ class Rows:
             for line in complete_lines.splitlines():
                 self._remember(parse_json(line, str(self.path), study=str))
         for way, metric, value in self.definition.get("source", []):  # the source's own figures
-            self._remember(row_of(way, {}, metric, Figure(value, value, value), 1))
+            figure = Figure(value, value, value)
+            self._remember(row_of(*parse_way(way, {}), metric, figure, 1))
 
     def _remember(self, line: Row) -> None:
         if "conditions" in line:

@@ -11,7 +11,15 @@ from typing import Any
 
 from studies import replay as replaying
 from studies.claims import SOURCES, claims_of_source, verdicts_at_a_glance
-from studies.core import ANSWERS, Rows, claim_tables, draw_figures, judge_claims, table_of
+from studies.core import (
+    ANSWERS,
+    Rows,
+    claim_tables,
+    draw_figures,
+    judge_claim,
+    table_of,
+    verdict_of,
+)
 from support.blocks import filled
 from support.cli import CommandLine
 from support.files import read_csv, read_json, read_text, write_text
@@ -40,11 +48,17 @@ def figure(study: str, asked: str, **setting: str | int) -> str:
     return rows(study).figure_text(asked, setting)
 
 
-def verdict(study: str, words: str) -> str:
-    """Return the verdict, as in a sentence, on the claim that begins with these words."""
-    for claim in judge_claims(rows(study)):
+def verdict(study: str, words: str, **place: str | int) -> str:
+    """Return the verdict, as in a sentence, on the claim that begins with these words. place: one of
+    those that the claim is judged in, such as mode="greedy", to be judged alone."""
+    judged = rows(study)
+    for claim in judged.definition["claims"]:
         if claim["quote"].startswith(words):
-            return ANSWERS.get(claim["verdict"], claim["verdict"]).lower()
+            if place:
+                answer = verdict_of(judged, claim, [claim.get("at", {}) | place])
+            else:
+                answer = judge_claim(judged, claim)["verdict"]
+            return ANSWERS.get(answer, answer).lower()
     raise ValueError(f"no claim of {study} begins with {words!r}")
 
 

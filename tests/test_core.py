@@ -31,7 +31,7 @@ theirs = "on the moon"
 metric = "share"
 usual = { size = 1 }
 every = { size = [1, 2] }
-source = [["old", "said", 7]]
+source = [["old", "said", 7], ["old@size=2", "said", 8]]
 [metrics]
 share = "mean .2f"
 loss = "perplexity .2f"
@@ -168,6 +168,7 @@ def test_a_claim_says_its_figures_and_a_reduced_run_gives_no_verdict(rows: Rows)
     theirs, ours = judge_claims(rows)
     assert theirs["verdict"] == "HOLDS" and ours["verdict"] == "HOLDS" and ours["source"] == ""
     assert theirs["figure"] == ("0.75 (0.65 to 0.85) against 0.25: +0.50; 7; the source says 7")
+    assert rows.figure("old", "said", size=2).value == 8
     assert theirs["stated"] == "partly: on earth" and theirs["ours"] == "a machine; today"
     quick = Rows("made", no_verdict_reason="reduced run")
     quick.set_conditions("a machine")

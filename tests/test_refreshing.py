@@ -23,6 +23,7 @@ from studies.refreshing import study as refreshing
 from studies.refreshing.study import (
     Texts,
     add_cache_errors,
+    add_least_times,
     add_predicted_times,
     add_quality,
     add_times,
@@ -155,6 +156,17 @@ def test_times_stand_beside_those_that_the_cost_model_predicts(rows, teacher, st
     )  # measured later: OverFill's stay
     assert [rows.find("none", name, **at) for name in ("time", "tps", "first_ms")] == before
     assert rows.figure("windowed:8:2", "time", **at).value > 0
+
+
+def test_by_the_source_s_own_speed_a_pass_for_every_burst_costs_an_eighth(rows) -> None:
+    at = {"model": "355M", "tokens": 260}
+    add_least_times(rows, at)
+    at["by"] = "source"
+    least_seconds = 8 / 28.51 + 1 / 28.21
+    assert rows.figure("speculative:8", "time", **at).value == pytest.approx(
+        least_seconds / (8 / 28.51)
+    )
+    assert 1.015 < rows.figure("periodic:64", "time", **at).value < 1.016
 
 
 def test_the_variational_lens_is_wrong_and_the_right_side_that_we_give_is_right(rows) -> None:

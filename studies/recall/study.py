@@ -120,8 +120,9 @@ class WideBCT(BCT):
             nn.init.normal_(block.memory.addresses)
 
 
-class RecallingBCT(Recaller, WideBCT):
-    """A BCT for these texts."""
+class RecallingBCT(WideBCT, Recaller):
+    """A BCT for these texts. Its addresses begin as WideBCT's do: a Recaller's other weights are
+    widened before these are drawn."""
 
 
 class MemoryThroughMK(WriteMemory):

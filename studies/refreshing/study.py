@@ -19,8 +19,9 @@ repeated                    share of its 3-grams of tokens that it already had
 characters                  of the written text
 refreshes, reads, passes    after the prompt: refreshes of a text, tokens that the teacher reads,
                             and the teacher's passes per 1,000 tokens
-time, tps, first_ms         time over OverFill's in the same turn; tokens/s after the first token;
-                            milliseconds to it
+time, tps, first_ms         time over OverFill's in the same turn (by=formula: by the source's cost
+                            formula; by=source: at least, by its own tokens/s); tokens/s after the
+                            first token; milliseconds to it
 read_ms                     milliseconds of a refresh: the teacher's pass over k new tokens, the
                             splice, and the student's query after it
 threshold                   the threshold with which a gate fires as often as its name says
@@ -120,15 +121,7 @@ WAYS_ALONG_A_TEXT = (
     "speculative:8",
     "entropy~7.8",
 )
-WAYS_AT_SIZE = (
-    "teacher",
-    "none",
-    "student",
-    "periodic:256",
-    "periodic:128",
-    "periodic:64",
-    "speculative:8",
-)
+REFRESHED_WAYS_AT_SIZE = ("periodic:256", "periodic:128", "periodic:64", "speculative:8")
 
 
 @dataclass
@@ -426,6 +419,21 @@ def add_predicted_times(rows: Rows, new_tokens: int, setting: Setting) -> None:
             rows.add_figures(way, setting | {"by": "formula"}, 1, time=interval)
 
 
+def add_least_times(rows: Rows, setting: Setting) -> None:
+    """Append the least time of refreshes every k tokens by the source's own tokens/s, in units of
+    OverFill's: a refresh is a pass of the teacher, no shorter than one over a single token.
+
+    Source: the table of baselines, TPS.
+    """
+    setting = setting | {"by": "source"}
+    teacher_tps, tps = (rows.figure(way, "tps", **setting).value for way in ("teacher", "none"))
+    rows.set_conditions("arithmetic, by the source's own tokens/s")
+    for way in rows.ways_due(REFRESHED_WAYS_AT_SIZE, "time", **setting):
+        every = int(way.partition(":")[2])
+        least_time = 1 + tps / (every * teacher_tps)
+        rows.add_figures(way, setting, 1, time=(least_time, least_time, least_time))
+
+
 def add_variational_identity(rows: Rows) -> None:
     """Append, for three symbols, the expectation of -log p(y) over y from q (left), what the
     source says that it is, KL(p || q) - H[p], and what it is, KL(q || p) + H[q]; in nats."""
@@ -510,8 +518,9 @@ def measure_at_size(rows: Rows, quick: bool) -> None:
         f"{new_tokens} tokens after a prompt of 64, one text at a time",
         f"turns: {turns}",
     )
-    add_times(texts, WAYS_AT_SIZE, 1, turns)
+    add_times(texts, ("teacher", "none", "student", *REFRESHED_WAYS_AT_SIZE), 1, turns)
     add_predicted_times(rows, new_tokens, setting)
+    add_least_times(rows, setting)
 
 
 @torch.no_grad()
