@@ -5,10 +5,11 @@ import shutil
 from chapters.builder.blocks import CHAPTERS, run_process
 from support.cli import CommandLine
 
-# Of each picture: the page's address, its size, what is there when it can be taken, and which part of the page it takes.
+# Of each picture: the page's address, its size, what is there when it can be taken, and the part of
+# the page that it shows, with its margins; "": from the top.
 PICTURES = {
     "side_by_side.png": ("side_by_side/gpt_kv_cache.html#3", (1560, 640), "tr.first", ""),
-    "live.png": ("live/index.html#begin", (1100, 900), "#written:not(:empty)", "section"),
+    "live.png": ("live/index.html#begin", (1100, 1300), "#written:not(:empty)", "section"),
 }
 
 
@@ -38,7 +39,11 @@ def main(argv: list[str] | None = None) -> None:
                 page = browser.new_page(viewport={"width": width, "height": height})
                 page.goto(f"{CHAPTERS.as_uri()}/{address}")
                 page.wait_for_selector(there_then, timeout=120_000)
-                (page.locator(part).first if part else page).screenshot(path=CHAPTERS / name)
+                shown = {"x": 0, "y": 0, "width": width, "height": height}
+                if part:
+                    box = page.locator(part).first.bounding_box()
+                    shown |= {"y": box["y"], "height": box["height"]}
+                page.screenshot(path=CHAPTERS / name, clip=shown)
                 print(f"written: {CHAPTERS.name}/{name}")
             browser.close()
 
