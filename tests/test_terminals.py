@@ -95,7 +95,7 @@ NEEDS = {  # what a script works on for a while; --help: it may be done by then
     "replay": "TRACE --out OUT",
     "floors": "fleet",
     "export": "OUT/served",
-} | dict.fromkeys("zoo claims pages weights __main__ grade".split(), "--help")
+} | dict.fromkeys("zoo claims pages weights __main__ grade site screenshots".split(), "--help")
 
 
 @pytest.mark.slow
