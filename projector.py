@@ -59,7 +59,7 @@ from support.tables import table
 from support.texts import CAPITALS, read_pairs
 from support.tokenizers import END_OF_TEXT
 
-LOSS_PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1)  # of stage 1, for cross-validation
+LOSS_PENALTIES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # of stage 1, for cross-validation
 VALIDATION_PROMPTS = 120  # prompts for this cross-validation
 STEPS = 200  # of L-BFGS, for each head
 START_PENALTY = 1e-2  # of the ridge regression on segment means from which L-BFGS starts
@@ -991,7 +991,7 @@ def main(argv: list[str] | None = None) -> None:
         elif is_pocket:
             libraries = load_libraries(model, tokenizer, QUIZ_LIBRARY)
             questions = reworded_questions({*libraries[PROPOSED].texts})
-            limits = "The whole test takes about two hours: python3 -m studies.projection"
+            limits = "The whole test takes two and a half hours: python3 -m studies.projection"
             demo(libraries, tokenizer, questions, limits)
         else:
             library, questions = fit_library(model, tokenizer)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 FOLDS = 3
-PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # for cross-validation
+PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0, 1000.0)  # for cross-validation
 
 
 def ridge(x: Tensor, y: Tensor, penalty: float) -> Tensor:

@@ -15,9 +15,9 @@ from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from projector import Layout, cache_of_summary
 from studies.core import Figure, Rows
-from studies.projection import segments
+from studies.projection import segments, ways
 from studies.projection import study as projection
-from studies.projection.ways import TRUE_POSITIONS, Trial, Way, pocket_families
+from studies.projection.ways import PROPOSED, TRUE_POSITIONS, Trial, Way, pocket_families
 from support import encoders
 from support.encoders import PairEncoder
 from support.texts import read_pairs
@@ -86,6 +86,28 @@ def test_penalties_are_chosen_by_family(trial: Trial, monkeypatch: pytest.Monkey
         [p.family for p, _ in trial.pairs],
         families,
     ]
+
+
+def test_other_numbers_of_summary_tokens_keep_the_penalty(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = replace(PROPOSED, m=4)
+    summary = trial.ways["written"].summary(trial.train[0], layout)
+    assert summary.shape[-2] == trial.compressor(4).m == 4
+
+    class Recorder(projector.Compressor):
+        def __init__(self, _: GPT, prompts: list, m: int, penalty: float, T: int) -> None:
+            self.fitted = (len(prompts), m, penalty, T)
+            self.penalty = penalty
+
+    monkeypatch.setattr(trial, "quick_steps", 0)
+    monkeypatch.setattr(projector, "cross_validate", lambda *_: 0.5)
+    monkeypatch.setattr(ways, "Compressor", Recorder)
+    trial.compressor.cache_clear()
+    fitted = [trial.compressor(m).fitted for m in (4, PROPOSED.m, 32)]
+    trial.compressor.cache_clear()
+    count, T = len(trial.stage_1_prompts), trial.longest - 1
+    assert fitted == [(count, m, 0.5, T) for m in (4, PROPOSED.m, 32)]
 
 
 def write_pairs(path: Path, families: int) -> Path:

@@ -8,7 +8,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from random import Random
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch import Tensor
 import projector
 from gpt_kv_cache import GPT, KVCache, generate
 from pocket import corpus
-from projector import MAX_MAP_BYTES, Compressor, Layout, Library, Prefill, Projector, map_bytes
+from projector import Compressor, Layout, Library, Prefill, Projector, map_bytes
 from studies.projection.segments import SegmentMap, Segments, measure_segments, summarize
 from support.encoders import PairEncoder
 from support.printing import end_tokens_of
@@ -39,6 +39,7 @@ BANK_PROMPTS, BANK_QUERIES = 40, 160
 RAW_LAYOUTS = {"raw-1:1": Layout(1), "raw-8:1": Layout(8), "raw-32:1": Layout(32)}
 # The best on validation prompts of the four kinds.
 OUR_LAYOUTS = {"raw-1:16": Layout(1, 16), "raw-8:4": Layout(8, 4), "raw-32:64": Layout(32, 64)}
+MAX_MAP_BYTES = 9_000_000_000  # bytes of stage 1's map
 QUICK_PENALTY = 1e-2  # of every fit in a reduced run
 # How Adam learns summary tokens for all prompts:
 ADAM_STEPS, LEARNING_RATE, BATCH_SIZE = 400, 0.05, 64
@@ -115,9 +116,10 @@ class Way:
 
 # Methods of a Trial whose results are cached.
 MADE_ONCE = (
-    "query_bank own_summary segment_map compressor summary_as_written summary_by_segments "
-    "stage_2 projected_summary hidden_map learned_summary"
+    "query_bank own_summary segment_map summary_as_written summary_by_segments projected_summary "
+    "hidden_map learned_summary"
 )
+LARGE_MAPS = "compressor stage_2"  # of these, the two used last
 
 
 class Trial:
@@ -142,6 +144,8 @@ class Trial:
         self.kind, self.quick_steps, self.match_names = kind, quick_steps, match_names
         for name in MADE_ONCE.split():
             setattr(self, name, cache(getattr(self, name)))
+        for name in LARGE_MAPS.split():
+            setattr(self, name, lru_cache(2)(getattr(self, name)))
         self.prompts = {
             split: self.read_families(split, chosen) for split, chosen in families.items()
         }
@@ -285,19 +289,24 @@ class Trial:
             return SegmentMap.fit(segments, [prompt.family for prompt in self.stage_1_prompts])
         return SegmentMap(segments, self.segment_map(replace(layout, m=PROPOSED.m)).penalty)
 
-    def compressor(self) -> Compressor:
-        """Return stage 1 as written."""
-        prefills = [prompt.exact for prompt in self.stage_1_prompts]
+    def can_write(self, m: int) -> bool:
+        """Return whether the map of stage 1 as written fits in memory for m summary tokens."""
+        return map_bytes(self.model, self.longest - 1, m) <= MAX_MAP_BYTES
+
+    def compressor(self, m: int) -> Compressor:
+        """Return stage 1 as written. For another number of summary tokens it has the penalty that
+        was found for the proposal's number."""
+        prefills, T = [prompt.exact for prompt in self.stage_1_prompts], self.longest - 1
         if self.quick_steps:
-            return Compressor(
-                self.model, prefills, PROPOSED.m, QUICK_PENALTY, self.longest - 1, self.quick_steps
-            )
-        families = [prompt.family for prompt in self.stage_1_prompts]
-        return Compressor.fit(self.model, prefills, families, PROPOSED.m, self.longest - 1)
+            return Compressor(self.model, prefills, m, QUICK_PENALTY, T, self.quick_steps)
+        if m == PROPOSED.m:
+            families = [prompt.family for prompt in self.stage_1_prompts]
+            return Compressor.fit(self.model, prefills, families, m, T)
+        return Compressor(self.model, prefills, m, self.compressor(PROPOSED.m).penalty, T)
 
     def summary_as_written(self, prompt: Prompt, layout: Layout) -> Tensor:
         """Return the summary tokens of a prompt by stage 1 as written."""
-        return self.compressor()([prompt.exact])[0]
+        return self.compressor(layout.m)([prompt.exact])[0]
 
     def summaries_of(
         self, prompts: Sequence[Prompt], layout: Layout, summarise: Callable
@@ -307,7 +316,7 @@ class Trial:
         if summarise is not self.summary_as_written:
             return torch.stack([summarise(prompt, layout) for prompt in prompts])
         distinct = [*dict.fromkeys(prompts)]
-        summaries = self.compressor()([prompt.exact for prompt in distinct])
+        summaries = self.compressor(layout.m)([prompt.exact for prompt in distinct])
         of_prompt = dict(zip(distinct, summaries, strict=True))
         return torch.stack([of_prompt[prompt] for prompt in prompts])
 
@@ -394,7 +403,7 @@ class Trial:
             "stage1-segments": Way(TRUE_POSITIONS, self.summary_by_segments, alone=True),
         }
         longest = self.longest  # stage 1 as written has no columns for more
-        if map_bytes(self.model, longest - 1, PROPOSED.m) <= MAX_MAP_BYTES:
+        if self.can_write(PROPOSED.m):
             projected = partial(self.projected_summary, self.summary_as_written)
             ways["written"] = Way(PROPOSED, projected, most=longest)
             ways["stage1-written"] = Way(

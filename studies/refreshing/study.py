@@ -88,6 +88,7 @@ PROMPT_LENGTH = 192
 TAIL = 50  # the last tokens of a text, which the source judges by themselves
 MODES = {"sampled": 1.0, "greedy": 0.0}  # temperatures
 PUBLISHED = ("published:64", "published:8")
+MORE_TEXTS = 200  # pocket's, for ways that differ little
 FEW_WAYS = ("student", "none", "periodic:64", "speculative:8", "entropy~7.8")
 USUAL_WAYS = ["teacher", "student", *PUBLISHED]
 for name, kind in overfill.POLICIES.items():
@@ -341,8 +342,8 @@ def add_cache_errors(texts: Texts, ways: Sequence[str], prompt_count: int) -> No
 
 def add_times(texts: Texts, ways: Sequence[str], prompt_count: int, turns: int) -> None:
     """Append the times of ways, which take turns with OverFill. If ways are measured later,
-    OverFill runs again but keeps its recorded rows: the new ways' tokens/s are scaled to its
-    recorded speed."""
+    OverFill runs again but keeps its recorded rows: the new ways' times are scaled to its recorded
+    speed."""
     rows, setting = texts.rows, texts.setting
     ways = [way for way in rows.ways_due(ways, "time", **setting) if way != "none"]
     if not ways:
@@ -360,12 +361,11 @@ def add_times(texts: Texts, ways: Sequence[str], prompt_count: int, turns: int) 
     for way, runs in timed_runs.items():
         spans[way] = np.array([(run.first_token_seconds, run.total_seconds) for run, _ in runs]).T
     overfill_first, overfill_total = spans["none"]
-    steps = texts.new_tokens - 1
+    steps, scale = texts.new_tokens - 1, 1.0
     if recorded_speed:
         del timed_runs["none"]
-        steps = recorded_speed.value * (overfill_total - overfill_first)
+        scale = steps / recorded_speed.value / (overfill_total - overfill_first)
     else:
-        rows.add_values("none", setting, first_ms=1e3 * overfill_first)
         add_read_times(texts, timed_runs)
     for way, runs in timed_runs.items():
         first_seconds, total_seconds = spans[way]
@@ -373,7 +373,8 @@ def add_times(texts: Texts, ways: Sequence[str], prompt_count: int, turns: int) 
             way,
             setting,
             time=total_seconds / overfill_total,
-            tps=steps / (total_seconds - first_seconds),
+            first_ms=1e3 * scale * first_seconds,
+            tps=steps / scale / (total_seconds - first_seconds),
         )
         _, pair = runs[0]
         if pair and not rows.find(way, "passes", **setting):  # add_quality() didn't run
@@ -499,6 +500,23 @@ def load_prompts(
     return {"valid": ids[::5], "test": ids[test_rows]}
 
 
+def add_more_texts(texts: Texts) -> None:
+    """Append the quality of more texts of pocket and its student, without refreshes, in both
+    modes."""
+    rows, setting = texts.rows, texts.setting | {"texts": MORE_TEXTS}
+    ids = corpus.beginnings(texts.tokenizer, "test", MORE_TEXTS, PROMPT_LENGTH)
+    device = texts.prompts["test"].device
+    more = replace(texts, prompts={"test": torch.tensor(ids, device=device)}, setting=setting)
+    rows.set_model_conditions(
+        "pocket",
+        texts.models["teacher"],
+        f"a student of {parameter_count_text(texts.models['student'])}",
+        f"{MORE_TEXTS} held-out prompts of {PROMPT_LENGTH} tokens, {texts.new_tokens:,} new tokens",
+    )
+    for mode in MODES:
+        add_quality(more, ("teacher", "none", "student"), mode)
+
+
 def measure_at_size(rows: Rows, quick: bool) -> None:
     """Append times at the size of a real model: random weights, on which times don't depend, and a
     student narrowed as pocket's is."""
@@ -605,6 +623,8 @@ def measure(rows: Rows, args: argparse.Namespace) -> None:
         if training in ("segments", "dropout", "int4"):
             add_times(texts, ways, timed_prompts, turns)
         add_predicted_times(rows, new_tokens, setting)
+        if students is STUDENTS and training == "segments" and not args.quick:
+            add_more_texts(texts)
     add_variational_identity(rows)
 
 
