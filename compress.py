@@ -489,9 +489,8 @@ def write(
             texts[way], _ = stream(tokens, tokenizer, cache)
         else:
             texts[way] = [int(token) for token in tokens]
-        bytes_a_token[way] = cache.nbytes / (
-            ids.size(1) + len(texts[way]) - 1
-        )  # the last isn't read
+        # The last isn't read.
+        bytes_a_token[way] = cache.nbytes / (ids.size(1) + len(texts[way]) - 1)
     written, exact = texts[args.cache], texts["full"]
     if CACHES[args.cache].exact:
         print("[exact: full attention]")

@@ -847,9 +847,8 @@ def fit_library(model: nn.Module, tokenizer: tiktoken.Encoding) -> tuple[Library
     compressor = Compressor(
         model, [exact[text] for text in prompts], SUMMARY_TOKENS, FIT_PENALTY, longest, FIT_STEPS
     )
-    summaries = compressor(
-        [exact[text] for text in prompts]
-    )  # both wordings of a family are neighbours
+    # Both wordings of a family are neighbours.
+    summaries = compressor([exact[text] for text in prompts])
     other_wording = torch.arange(len(prompts)).view(-1, 2).flip(1).flatten()
     projector = Projector(summaries, summaries[other_wording], FIT_PENALTY)
     shared_chars = len(shared_beginning(prompts))

@@ -16,9 +16,8 @@ class MyGPT(nn.Module):
             config  # vocab_size, n_ctx, n_layer, n_head, n_embd, head_dim; n_kv_head if fewer
         )
         self.context = config.n_ctx
-        self.wte = nn.Embedding(
-            config.vocab_size, config.n_embd
-        )  # its weight has the model's dtype and device
+        # Its weight has the model's dtype and device.
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.n_ctx, config.n_embd)
         self.attn = nn.ModuleList(
             nn.Linear(config.n_embd, 3 * config.n_embd) for _ in range(config.n_layer)

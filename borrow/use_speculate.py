@@ -18,9 +18,8 @@ def write(
 
 
 if __name__ == "__main__":
-    new, counts = write(
-        [1, 2, 3] * 5, 60
-    )  # drafts are copied from the text: no other model is needed
+    # Drafts are copied from the text: no other model is needed.
+    new, counts = write([1, 2, 3] * 5, 60)
     print(
         new, f"{counts.passes} passes, {counts.accepted} of {counts.drafted} drafted tokens stayed"
     )

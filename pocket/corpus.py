@@ -187,9 +187,8 @@ class Plot(NamedTuple):
     """What happens in a story."""
 
     values: dict  # of its templates' fields
-    threads: list[
-        str
-    ]  # details that are stated early and needed late, in the order of stories.THREAD_ANSWERS
+    # Details that are stated early and needed late, in the order of stories.THREAD_ANSWERS.
+    threads: list[str]
 
 
 def draw_plot(pen: Pen) -> Plot:

@@ -232,11 +232,12 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
         raise ValueError(f"{path}: tokenizer.ggml.pre is {pre!r}, and only {known} is supported")
     texts, types = (value(reader, f"tokenizer.ggml.{key}", []) for key in ("tokens", "token_type"))
     tokens = [*zip(texts, range(len(texts)), types, strict=True)]
+    # All others, such as rows that pad, are never written.
     known_types = (
         NORMAL,
         CONTROL,
         USER_DEFINED,
-    )  # all others, such as rows that pad, are never written
+    )
     special = [(text, i) for text, i, token_type in tokens if token_type in known_types[1:]]
     content = {
         "version": "1.0",

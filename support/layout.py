@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+# Sides (out, in) of a matrix that is_faster() tries: in no dtype does a processor's cache hold it.
 SIDES = (
     8192,
     4096,
-)  # of a matrix (out, in) that is_faster() tries: in no dtype does a processor's cache hold it
+)
 TRIES = 5
 
 

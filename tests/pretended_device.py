@@ -115,9 +115,8 @@ def computed(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Compute on the CPU what a device would. Raises RuntimeError where tensors of two devices meet."""
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     there = [x for x in tensors if isinstance(x, Elsewhere)]
-    here = [
-        x for x in tensors if not isinstance(x, Elsewhere) and x.dim() > 0
-    ]  # numbers go anywhere
+    # Numbers go anywhere.
+    here = [x for x in tensors if not isinstance(x, Elsewhere) and x.dim() > 0]
     if function is aten._local_scalar_dense.default:
         return function(held(args[0]))
     indexed = function in INDEXED and isinstance(args[0], Elsewhere)

@@ -249,9 +249,8 @@ def empty_slots(k: Tensor, M: int) -> Slots:
 def test_identity_of_one_hot_writes_to_enough_slots_with_full_attention() -> None:
     q, k, v = torch.randn(3, 2, 3, 20, 8, generator=torch.Generator().manual_seed(0))
     memory = WriteMemory(replace(SMALL_BCT, recent=0))
-    one_hot = torch.eye(25)[:20].expand(
-        2, 3, 20, 25
-    )  # five slots are never written, and are not there
+    # Five slots are never written, and are not there.
+    one_hot = torch.eye(25)[:20].expand(2, 3, 20, 25)
     tokens = Tokens(k, v, one_hot, torch.zeros(2, 3, 20, 1))
     y, slots = memory.parallel(q, empty_slots(k, 25), tokens, 0)
     torch.testing.assert_close(y, attend(q, k, v, torch.ones(20, 20).tril().bool()))

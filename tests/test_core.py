@@ -179,9 +179,8 @@ def test_a_claim_says_its_figures_and_a_reduced_run_gives_no_verdict(rows: Rows)
     printed = page(page_of(quick))
     assert "Is it as fast? (a): +0.0%" in printed
     assert 'Left out, as figures are missing: "new is better than old".' in printed
-    assert (
-        Rows("made", no_verdict_reason="reduced run").rows.keys() < quick.rows.keys()
-    )  # begun anew
+    # Begun anew.
+    assert Rows("made", no_verdict_reason="reduced run").rows.keys() < quick.rows.keys()
     assert Rows("made").figure("new", "share").value == 0.75
 
 

@@ -472,9 +472,8 @@ def test_a_changed_text_is_valid_up_to_the_change(live_page: Any, model: GPT) ->
     (token,) = generate(model, torch.tensor([new]), 1)
     assert f"Kept {kept} and read {len(new) - kept} tokens" in said
     assert f'"{TOKENIZER.decode([int(token)])}"' in said and "the same either way" in said
-    live_page.fill(
-        "#edited", changed[: changed.index(",")]
-    )  # the beginning alone: its last token is read again
+    # The beginning alone: its last token is read again.
+    live_page.fill("#edited", changed[: changed.index(",")])
     assert "read again" in live_page.text_content("#prefix")
     live_page.fill("#edited", "")
     assert live_page.locator("#reread").is_disabled()

@@ -213,9 +213,8 @@ def test_stage_1_reads_its_own_prompts_as_their_caches_are_read(compressed: tupl
     assert summaries.shape == (12, 3, 2, 2, 3, 8) and compressor.T == 23
     assert [layer.weight.shape for layer in compressor.layers] == [(2, 23 * 16, 3 * 16)] * 3
     queries = tail_queries(compressor.model, prompts[0]).size(2)
-    assert (
-        compressor.reading_error(prompts) < 0.01 * 6 * queries**2
-    )  # of 6 heads; two share three tokens
+    # Of 6 heads; two share three tokens.
+    assert compressor.reading_error(prompts) < 0.01 * 6 * queries**2
     for exact, summary in zip(prompts, summaries, strict=True):
         got = attention_output(tail_queries(compressor.model, exact), *summary.unbind(1))
         k, v = exact.kv[..., :-1, :].unbind(1)

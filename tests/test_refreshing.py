@@ -69,9 +69,8 @@ def test_a_threshold_meets_its_budget() -> None:
 def test_firings_are_those_of_a_gate() -> None:
     signals = torch.tensor([[9, 9, 0, 9, 9, 9, 9, 0, 0, 9.0], [0, 0, 0, 0, 0, 9, 0, 0, 0, 0]])
     assert count_firings(signals, 5.0, 1) == 7 + 1
-    assert (
-        count_firings(signals, 5.0, 3) == 3 + 1
-    )  # 4, 7 and 10: not before a cooldown from the start
+    # 4, 7 and 10: not before a cooldown from the start.
+    assert count_firings(signals, 5.0, 3) == 3 + 1
     assert count_firings(signals, 10.0, 1) == 0
 
 
@@ -153,9 +152,8 @@ def test_times_stand_beside_those_that_the_cost_model_predicts(rows, teacher, st
     found = [rows.figure(way, "time", **at, by="formula").value for way in ("periodic:4", "none")]
     assert found == [pytest.approx((1.0 + 4 * 0.01) / 1.0), 1.0]
     before = [rows.find("none", name, **at) for name in ("time", "tps", "first_ms")]
-    add_times(
-        texts, ["none", "periodic:4", "windowed:8:2"], 2, 2
-    )  # measured later: OverFill's stay
+    # Measured later: OverFill's stay.
+    add_times(texts, ["none", "periodic:4", "windowed:8:2"], 2, 2)
     assert [rows.find("none", name, **at) for name in ("time", "tps", "first_ms")] == before
     assert rows.figure("windowed:8:2", "time", **at).value > 0
 
