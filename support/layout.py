@@ -9,10 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # Sides (out, in) of a matrix that is_faster() tries: in no dtype does a processor's cache hold it.
-SIDES = (
-    8192,
-    4096,
-)
+SIDES = (8192, 4096)
 TRIES = 5
 
 

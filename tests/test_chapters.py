@@ -35,6 +35,16 @@ with_solutions = pytest.mark.skipif(
 python = partial(process, sys.executable)
 
 
+def test_without_its_packages_the_builder_names_them() -> None:
+    program = (
+        "import runpy, sys; sys.modules['markdown_it'] = None; "
+        "runpy.run_module('chapters.builder', run_name='__main__')"
+    )
+    status, printed, refusal = python("-c", program)
+    assert status == 1 and not printed and refusal.count("\n") == 1
+    assert "package markdown_it: pip install -r requirements-dev.txt" in refusal
+
+
 def outcomes(root: Path, report: Path) -> tuple[dict[str, str], str]:
     """Run the chapters' tests of a tree; return what became of each, and what was printed."""
     options = ["-p", "no:cacheprovider", f"--junitxml={report}"]

@@ -16,20 +16,26 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from chapters.builder import front, live, notebook, pages, side_by_side
-from chapters.builder.blocks import (
-    BORROW,
-    CHAPTERS,
-    ROOT,
-    borrow_text,
-    chapter_folders,
-    chapter_pictures,
-    chapter_text,
-    first_line,
-    title_of,
-)
 from support.cli import CommandLine, whole_number
 from support.files import read_text, write_text
+
+try:
+    from chapters.builder import front, live, notebook, pages, side_by_side
+    from chapters.builder.blocks import (
+        BORROW,
+        CHAPTERS,
+        ROOT,
+        borrow_text,
+        chapter_folders,
+        chapter_pictures,
+        chapter_text,
+        first_line,
+        title_of,
+    )
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"chapters.builder needs the package {error.name}: pip install -r requirements-dev.txt"
+    ) from None
 
 EXERCISE = re.compile(r"( *)# (exercise [\d.]+)")
 

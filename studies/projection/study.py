@@ -501,7 +501,8 @@ def kinds_of(args: argparse.Namespace) -> dict[str, Splits]:
     knows nothing of them."""
     max_families = QUICK_FAMILIES if args.quick else None
     is_of_pocket = args.model in ("pocket", "pocket-llama")
-    pairs = Path(args.pairs) if args.pairs else CAPITALS if args.model == REAL_MODEL else None
+    default_pairs = CAPITALS if args.model == REAL_MODEL else None
+    pairs = Path(args.pairs) if args.pairs else default_pairs
     if args.kinds and not is_of_pocket:
         raise ValueError(f"--kinds needs pocket's world, which {args.model} doesn't know")
     if not is_of_pocket and pairs is None:
