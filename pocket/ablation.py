@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from torch import nn
 
@@ -74,14 +75,14 @@ def ablation(run_folder: Path, figures_path: Path) -> None:
     results = []
 
     def measure(name: str, steps: int, model: nn.Module) -> None:
-        nats, share = score_answers(model, tokenizer, corpus.recall_questions("valid", 300))
+        nats, right = score_answers(model, tokenizer, corpus.recall_questions("valid", 300))
         results.append(
             {
                 "name": name,
                 "steps": steps,
                 "perplexity": perplexity(model, tokenizer, "valid"),
                 "recall_nats": nats,
-                "recall_share": share,
+                "recall_share": fmean(right),
             }
         )
 

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import defaultdict
-from statistics import mean
+from statistics import fmean, mean
 
 import torch
 import torch.nn.functional as F
@@ -22,15 +22,15 @@ from support.texts import rows_of_tokens
 @torch.inference_mode()
 def score_answers(
     model: nn.Module, tokenizer: Encoding, questions: list[corpus.Question]
-) -> tuple[float, float]:
-    """Return the mean loss on the answers' tokens (nats), and the share of answers that greedy
-    decoding gets right, to the end.
+) -> tuple[float, list[bool]]:
+    """Return the mean loss on the answers' tokens (nats), and for each question whether greedy
+    decoding gets the answer right, to the end.
 
     Greedy decoding writes an answer if each of its tokens, and the line's end after it, is the
     model's first choice.
     """
     device = model.wte.weight.device
-    nats, correct_count = [], 0
+    nats, right = [], []
     for question in questions:
         prompt = tokenizer.encode_ordinary(question.prompt)
         answer = tokenizer.encode_ordinary(f" {question.answer}")
@@ -39,8 +39,8 @@ def score_answers(
         nats.append(F.cross_entropy(logits[:-1], torch.tensor(answer), reduction="none"))
         *likeliest, end_token = logits.argmax(-1).tolist()
         line_ends = tokenizer.decode([end_token]).startswith(("\n", "<|endoftext|>"))
-        correct_count += likeliest == answer and line_ends
-    return torch.cat(nats).mean().item(), correct_count / len(questions)
+        right.append(likeliest == answer and line_ends)
+    return torch.cat(nats).mean().item(), right
 
 
 @torch.inference_mode()
@@ -114,8 +114,8 @@ def evaluate(model: nn.Module, tokenizer: Encoding) -> dict[str, float]:
     figures = {"perplexity": perplexity(model, tokenizer, "test")}
     closed_book, recall = corpus.closed_book_questions("test"), corpus.recall_questions("test", 300)
     for name, questions in (("closed_book", closed_book), ("recall", recall)):
-        nats, share = score_answers(model, tokenizer, questions)
-        figures |= {f"{name}_share": share, f"{name}_nats": nats}
+        nats, right = score_answers(model, tokenizer, questions)
+        figures |= {f"{name}_share": fmean(right), f"{name}_nats": nats}
     first, later = name_losses(model, tokenizer)
     figures |= {"name_first_nats": first, "name_nats": later}
     first, second = list_losses(model, tokenizer)

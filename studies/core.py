@@ -38,7 +38,7 @@ from support.conditions import conditions, is_geometry
 from support.figures import line_style
 from support.figures import write_figure as draw_figure
 from support.files import parse_json, read_text, write_text
-from support.statistics import bootstrap, mean_of_rows
+from support.statistics import bootstrap, mean_of_rows, wilson_interval
 from support.tables import Table, page
 
 STUDIES_FOLDER = Path(__file__).resolve().parent
@@ -273,6 +273,13 @@ class Rows:
         if known."""
         for metric, figure in metrics.items():
             self._append(row_of(way, setting, metric, Figure(*figure), count))
+
+    def add_share(self, way: str, setting: Setting, metric: str, hits: Sequence[bool]) -> None:
+        """Append the share of hits, with Wilson's interval, which has a width even where all
+        agree."""
+        figure = Figure(*wilson_interval(sum(hits), len(hits)))
+        row = row_of(way, setting, metric, figure, len(hits))
+        self._append(row | {"values": [*map(int, hits)]})
 
     def find(self, way: str, metric: str, **setting: Any) -> Row | None:
         """Return the row of a way, or of "way@key=value@...", in a setting."""

@@ -357,8 +357,7 @@ def test_answers_agrees_with_greedy_decoding() -> None:
         generated = generate(model, ids, 20, stop_ids=[tokenizer.eot_token])
         line = tokenizer.decode([t.item() for t in generated]).split("\n")[0]
         correct_count += line.removesuffix("<|endoftext|>") == f" {question.answer}"
-    share = evaluation.score_answers(model, tokenizer, questions)[1]
-    assert share == pytest.approx(correct_count / len(questions))
+    assert sum(evaluation.score_answers(model, tokenizer, questions)[1]) == correct_count
 
 
 def test_export_writes_what_load_model_reads(tmp_path: Path) -> None:

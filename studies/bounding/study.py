@@ -40,7 +40,7 @@ from pocket import corpus
 from pocket.evaluation import score_answers, token_losses, unseen_texts
 from studies.core import RECORDED_MODELS, Rows, Setting, run_study
 from support.printing import end_tokens_of
-from support.statistics import bleu, bleu_counts, bootstrap, perplexity, wilson_interval
+from support.statistics import bleu, bleu_counts, bootstrap, perplexity
 from support.texts import read_texts
 from support.tokenizers import END_OF_TEXT
 
@@ -141,7 +141,7 @@ def measure_quality(
         full = full or Remembered(nats, counts)
         if way not in due:
             continue
-        right_count = round(score_answers(memory, tokenizer, recall_questions)[1] * size.facts)
+        _, right = score_answers(memory, tokenizer, recall_questions)
         rows.add_values(way, setting, bytes=[memory.nbytes(memory.config.n_ctx)])
         rows.add_figures(
             way,
@@ -157,7 +157,7 @@ def measure_quality(
             bleu=bootstrap(counts, bleu),
             lost=bootstrap(np.stack([counts, full.bleu_counts], 1), bleu_loss),
         )
-        rows.add_figures(way, setting, size.facts, facts=wilson_interval(right_count, size.facts))
+        rows.add_share(way, setting, "facts", right)
 
 
 def measure_long_texts(rows: Rows, memories: dict[str, Memory], tokenizer: Any, size: Size) -> None:

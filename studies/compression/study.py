@@ -44,7 +44,7 @@ from pocket.evaluation import score_answers, unseen_texts
 from studies.core import RECORDED_MODELS, Rows, run_study
 from studies.facts import right_answers
 from support.conditions import random_model
-from support.statistics import bootstrap, kl, wilson_interval
+from support.statistics import bootstrap, kl
 from support.timing import run_in_turns
 
 TEXT_COUNT, FACT_COUNT, TURNS = 12, 75, 5  # how many
@@ -129,14 +129,12 @@ def texts_for(name: str, tokenizer: tiktoken.Encoding, divisor: int) -> Texts:
 
 def answer_facts(
     name: str, reader: Memory, tokenizer: tiktoken.Encoding, divisor: int
-) -> tuple[int, int]:
-    """Return how many questions about facts are answered right, and of how many."""
+) -> list[bool]:
+    """Return for each question about facts whether it is answered right."""
     if name.startswith("pocket"):
         questions = corpus.recall_questions("test", FACT_COUNT // divisor)
-        share = score_answers(reader, tokenizer, questions)[1]
-        return round(share * len(questions)), len(questions)
-    right = right_answers(reader, tokenizer, quick=divisor > 1)
-    return sum(right), len(right)
+        return score_answers(reader, tokenizer, questions)[1]
+    return right_answers(reader, tokenizer, quick=divisor > 1)
 
 
 class Reading(NamedTuple):
@@ -178,11 +176,8 @@ def measure_quality(
     more_nats = token_nats(reading.logits, texts.texts) - token_nats(exact.logits, texts.texts)
     perplexity_rise = bootstrap(more_nats.double().mean(1), lambda nats: np.expm1(nats.mean(-1)))
     reference = reading if way == "grouped" else exact  # those heads are exact themselves
-    right_count, question_count = answer_facts(name, reader, tokenizer, divisor)
     rows.add_figures(way, setting, len(more_nats), above=perplexity_rise)
-    rows.add_figures(
-        way, setting, question_count, facts=wilson_interval(right_count, question_count)
-    )
+    rows.add_share(way, setting, "facts", answer_facts(name, reader, tokenizer, divisor))
     rows.add_values(
         way,
         setting,

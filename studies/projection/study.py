@@ -428,10 +428,11 @@ def add_derived(rows: Rows) -> None:
     rows.set_conditions("arithmetic, on random caches")
     if rows.ways_due(["stage-1"], "curvature"):
         rows.add_values("stage-1", {}, curvature=[curvature()])
-    rows.set_conditions("pocket's four kinds of prompts")
+    kinds = [*POCKET_KINDS, CAPITALS.stem]
+    rows.set_conditions(f"{len(kinds)} kinds of prompts")
     for way in rows.ways_due(["until-ready", "second-exact"], "eighth", kind="all"):
         ratios = []
-        for kind in POCKET_KINDS:
+        for kind in kinds:
             warm, cold = (rows.figure(name, "eighth_ms", kind=kind) for name in (way, "cold"))
             if warm is None:
                 return
