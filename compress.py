@@ -489,7 +489,7 @@ def write(
             texts[way], _ = stream(tokens, tokenizer, cache)
         else:
             texts[way] = [int(token) for token in tokens]
-        # The last isn't read.
+        # The last new token isn't read.
         bytes_a_token[way] = cache.nbytes / (ids.size(1) + len(texts[way]) - 1)
     written, exact = texts[args.cache], texts["full"]
     if CACHES[args.cache].exact:

@@ -408,24 +408,22 @@ class Compressor:
         return compressor
 
     @classmethod
-    def fit(
+    def best_penalty(
         cls,
         model: nn.Module,
         prompts: Sequence[Prefill],
         families: Sequence[str],
         m: int,
         T: int,
-    ) -> Compressor:
-        """Fit on prompts, with the penalty that has the least reading error on held-out families.
-        families: of each prompt. The penalty is chosen on the first VALIDATION_PROMPTS prompts
-        only, since that takes many fits."""
+    ) -> float:
+        """Return the penalty with the least reading error on held-out families, by the first
+        VALIDATION_PROMPTS prompts. families: of each prompt."""
 
         def error(train: Tensor, test: Tensor, penalty: float) -> float:
             compressor = cls(model, [prompts[i] for i in train], m, penalty, T)
             return compressor.reading_error([prompts[i] for i in test]) * len(test)
 
-        penalty = cross_validate(error, families[:VALIDATION_PROMPTS], LOSS_PENALTIES)
-        return cls(model, prompts, m, penalty, T)
+        return cross_validate(error, families[:VALIDATION_PROMPTS], LOSS_PENALTIES)
 
 
 def map_bytes(model: nn.Module, T: int, m: int) -> int:
@@ -472,14 +470,14 @@ class Projector:
         return y.view(L, H, N, 2, m, D).permute(2, 0, 3, 1, 4, 5)
 
     @classmethod
-    def fit(cls, sources: Tensor, targets: Tensor, families: Sequence[str]) -> Projector:
-        """Fit on pairs of some families, with the penalty that predicts held-out families best."""
+    def best_penalty(cls, sources: Tensor, targets: Tensor, families: Sequence[str]) -> float:
+        """Return the penalty that predicts held-out families best. families: of each pair."""
 
         def error(train: Tensor, test: Tensor, penalty: float) -> float:
             projected = cls(sources[train], targets[train], penalty)(sources[test])
             return float((projected - targets[test]).square().mean() * len(test))
 
-        return cls(sources, targets, cross_validate(error, families))
+        return cross_validate(error, families)
 
     def save(self, path: Path) -> None:
         """Write the map to a safetensors file."""

@@ -46,7 +46,7 @@ SHAPES = (
     Shape("Llama 3 8B", 32, 4096, 8, 128, 8.03e9, 2 * 128256 * 4096, 128256 * 4096, 8192),
     Shape("Llama 3 70B", 80, 8192, 8, 128, 70.6e9, 2 * 128256 * 8192, 128256 * 8192, 8192),
 )
-# Bytes/s, dense operations/s, bytes of a number.
+# Its name, bytes/s, dense operations/s, bytes of a number.
 H100 = (
     "an H100 SXM by its data sheet, bf16",
     3.35e12,

@@ -12,9 +12,8 @@ class MyGPT(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.config = (
-            config  # vocab_size, n_ctx, n_layer, n_head, n_embd, head_dim; n_kv_head if fewer
-        )
+        # Its vocab_size, n_ctx, n_layer, n_head, n_embd, head_dim; n_kv_head if fewer.
+        self.config = config
         self.context = config.n_ctx
         # Its weight has the model's dtype and device.
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)

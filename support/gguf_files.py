@@ -232,7 +232,7 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
         raise ValueError(f"{path}: tokenizer.ggml.pre is {pre!r}, and only {known} is supported")
     texts, types = (value(reader, f"tokenizer.ggml.{key}", []) for key in ("tokens", "token_type"))
     tokens = [*zip(texts, range(len(texts)), types, strict=True)]
-    # All others, such as rows that pad, are never written.
+    # Tokens of all other types, such as rows that pad, are never written.
     known_types = (
         NORMAL,
         CONTROL,

@@ -115,7 +115,7 @@ def computed(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Compute on the CPU what a device would. Raises RuntimeError where tensors of two devices meet."""
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     there = [x for x in tensors if isinstance(x, Elsewhere)]
-    # Numbers go anywhere.
+    # A tensor that is a single number may meet any device.
     here = [x for x in tensors if not isinstance(x, Elsewhere) and x.dim() > 0]
     if function is aten._local_scalar_dense.default:
         return function(held(args[0]))

@@ -42,7 +42,7 @@ def test_without_its_packages_the_builder_names_them() -> None:
     )
     status, printed, refusal = python("-c", program)
     assert status == 1 and not printed and refusal.count("\n") == 1
-    assert "package markdown_it: pip install -r requirements-dev.txt" in refusal
+    assert "the module markdown_it: pip install -r requirements-dev.txt" in refusal
 
 
 def outcomes(root: Path, report: Path) -> tuple[dict[str, str], str]:

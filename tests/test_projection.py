@@ -15,7 +15,7 @@ from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from projector import Layout, cache_of_summary
 from studies.core import Figure, Rows
-from studies.projection import segments, ways
+from studies.projection import segments
 from studies.projection import study as projection
 from studies.projection.ways import PROPOSED, TRUE_POSITIONS, Trial, Way, pocket_families
 from support import encoders
@@ -88,26 +88,36 @@ def test_penalties_are_chosen_by_family(trial: Trial, monkeypatch: pytest.Monkey
     ]
 
 
-def test_other_numbers_of_summary_tokens_keep_the_penalty(
+def test_other_numbers_of_summary_tokens_have_the_penalties_of_the_proposals(
     trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = replace(PROPOSED, m=4)
-    summary = trial.ways["written"].summary(trial.train[0], layout)
-    assert summary.shape[-2] == trial.compressor(4).m == 4
+    written = trial.ways["written"].summary
+    assert written(trial.train[0], layout).shape[-2] == trial.compressor(4).m == 4
+    assert not trial.can_vary_written(4)  # a reduced run, of pocket's prompts
 
-    class Recorder(projector.Compressor):
-        def __init__(self, _: GPT, prompts: list, m: int, penalty: float, T: int) -> None:
-            self.fitted = (len(prompts), m, penalty, T)
-            self.penalty = penalty
+    def best_penalty(*_: object) -> float:
+        return next(penalties)
 
     monkeypatch.setattr(trial, "quick_steps", 0)
-    monkeypatch.setattr(projector, "cross_validate", lambda *_: 0.5)
-    monkeypatch.setattr(ways, "Compressor", Recorder)
-    trial.compressor.cache_clear()
-    fitted = [trial.compressor(m).fitted for m in (4, PROPOSED.m, 32)]
-    trial.compressor.cache_clear()
-    count, T = len(trial.stage_1_prompts), trial.longest - 1
-    assert fitted == [(count, m, 0.5, T) for m in (4, PROPOSED.m, 32)]
+    assert not trial.can_vary_written(4)
+    monkeypatch.setattr(trial, "kind", "mine")
+    assert trial.can_vary_written(4) and not trial.can_vary_written(10**6)
+    monkeypatch.setattr(projector, "STEPS", 1)
+    for kind in (projector.Compressor, projector.Projector):
+        monkeypatch.setattr(kind, "best_penalty", best_penalty)
+    penalties = iter([0.5, 0.25])  # each stage's is found once
+    for made_once in (trial.stage_1_penalty, trial.stage_2_penalty):
+        made_once.cache_clear()
+    trial.drop_large_maps()
+    found = []
+    for m in (PROPOSED.m, 4):
+        stage_2 = trial.stage_2(replace(PROPOSED, m=m), trial.summary_as_written)
+        found.append((trial.compressor(m).m, trial.compressor(m).penalty, stage_2.penalty))
+        trial.drop_large_maps()
+    for made_once in (trial.stage_1_penalty, trial.stage_2_penalty):
+        made_once.cache_clear()
+    assert found == [(PROPOSED.m, 0.5, 0.25), (4, 0.5, 0.25)]
 
 
 def write_pairs(path: Path, families: int) -> Path:

@@ -149,9 +149,8 @@ def test_the_diff_is_all_it_takes_to_get_from_file_to_file(
 @pytest.mark.ex0_2
 def test_hunks_of_another_text_are_refused(impl: ModuleType) -> None:
     old = ["one", "two", "three", "four"]
-    first = impl.Hunk(
-        0, ["one"], ["1", "I"]
-    )  # all is counted in the old text, not in what it becomes
+    # All is counted in the old text, not in what it becomes.
+    first = impl.Hunk(0, ["one"], ["1", "I"])
     second, beyond = impl.Hunk(1, ["two", "drei"], ["2"]), impl.Hunk(3, ["four", "five"], [])
     why = "a hunk removes line 3 of the old text as 'drei', and it is 'three'"
     assert_refused(lambda: impl.apply(old, [first, second]), why, 3, "drei", "three")

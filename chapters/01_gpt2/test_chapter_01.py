@@ -37,13 +37,11 @@ PARTS = {  # and what is silenced to see it alone
 def random_model(config: GPTConfig) -> GPT:
     """A small model with random weights in which everything counts: biases, too, and the norms' weights."""
     torch.manual_seed(0)
-    model = (
-        GPT(config).eval().double()
-    )  # float64: what differs by more than rounding differs by much more
+    # In float64 what differs by more than rounding differs by much more.
+    model = GPT(config).eval().double()
     for name, p in model.named_parameters():
-        p.data.add_(
-            (2.0 if name.startswith("wpe") else 0.3) * torch.randn_like(p)
-        )  # wpe: else it repeats one token
+        # wpe is large: else the model repeats one token.
+        p.data.add_((2.0 if name.startswith("wpe") else 0.3) * torch.randn_like(p))
     return model
 
 
@@ -166,14 +164,10 @@ def test_what_may_not_be_seen_is_not(impl: ModuleType) -> None:
 
 @pytest.mark.ex1_2
 def test_large_scores_do_not_overflow(impl: ModuleType) -> None:
-    q, k = (
-        torch.full((1, 1, 2, 4), 20.0),
-        torch.full((1, 1, 3, 4), 25.0),
-    )  # 4 * 20 * 25 / sqrt(4) = 1000
-    q[..., 1, :], k[..., 1, :] = (
-        -20.0,
-        -25.0,
-    )  # scores: 1000, -1000, 1000 and -1000, (1000, not to be seen), -1000
+    # 4 * 20 * 25 / sqrt(4) = 1000.
+    q, k = torch.full((1, 1, 2, 4), 20.0), torch.full((1, 1, 3, 4), 25.0)
+    # Scores: 1000, -1000, 1000 and -1000, (1000, not to be seen), -1000.
+    q[..., 1, :], k[..., 1, :] = -20.0, -25.0
     mask = torch.tensor([[True, True, True], [True, False, True]])
     v = torch.tensor([[[[1.0] * 4, [5.0] * 4, [3.0] * 4]]])
     equal(

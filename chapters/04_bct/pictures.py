@@ -2,6 +2,7 @@
 
 from chapters.builder.svg import cells
 
+# In tenths.
 SOFT = [
     (6, 2, 1, 1),
     (1, 1, 7, 1),
@@ -9,7 +10,7 @@ SOFT = [
     (7, 1, 1, 1),
     (1, 1, 6, 2),
     (1, 1, 1, 7),
-]  # tenths
+]
 
 
 def writes() -> str:

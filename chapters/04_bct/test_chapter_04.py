@@ -257,9 +257,8 @@ def test_the_parallel_form_is_the_recurrence(impl: ModuleType) -> None:
         T, M, D = choose.randint(1, 30), choose.randint(1, 9), choose.randint(1, 8)
         q, k, v = draw(3, T, D, seed=seed)
         w = (choose.choice([0.3, 1, 3]) * draw(T, M, seed=seed + 50)).softmax(dim=-1)
-        w = w * torch.rand(
-            T, 1, generator=torch.Generator().manual_seed(seed)
-        )  # steps of other sizes than 1
+        # Steps of other sizes than 1.
+        w = w * torch.rand(T, 1, generator=torch.Generator().manual_seed(seed))
         expected = in_turn(q, k, v, w)
         assert_close(
             impl.parallel(q, k, v, w),

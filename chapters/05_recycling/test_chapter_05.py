@@ -247,10 +247,11 @@ def test_what_the_published_call_reads(
 def test_break_even_is_the_first_number_that_pays(impl: ModuleType) -> None:
     draw = random.Random(2)
     for _ in range(300):
+        # Sums without rounding.
         read, fixed = (
             draw.randint(1, 64) / 1024,
             draw.randint(0, 256) / draw.choice([1024, 1 / 64]),
-        )  # sums without rounding
+        )
         token_bytes, bandwidth = 2 ** draw.randint(4, 8), 2 ** draw.randint(10, 16)
         saved = Fraction(read) - Fraction(token_bytes, bandwidth)
         expected = Fraction(fixed) // saved + 1 if saved > 0 else None

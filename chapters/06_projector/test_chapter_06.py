@@ -233,9 +233,8 @@ def test_few_examples_or_features_make_no_large_matrix(impl: ModuleType, N: int,
 
 @pytest.mark.ex6_3
 def test_ridge_by_hand(impl: ModuleType) -> None:
-    assert float(impl.ridge(torch.tensor([[2.0]]), torch.tensor([[6.0]]), 2.0)) == pytest.approx(
-        2
-    )  # 12 / (4 + 2)
+    # 12 / (4 + 2).
+    assert float(impl.ridge(torch.tensor([[2.0]]), torch.tensor([[6.0]]), 2.0)) == pytest.approx(2)
     for N in (3, 9):
         x = torch.empty(N, 5, device="meta")  # a device that computes nothing
         try:

@@ -149,21 +149,20 @@ def test_misfits_are_refused_and_change_nothing(
     impl: ModuleType, teacher: GPT, student: GPT
 ) -> None:
     whole = cache_of(teacher, text(6))
-    short = KVCache(
-        [kv[..., 4:, :] for kv in whole.layers], whole.pos[4:]
-    )  # two tokens, up to the same position
+    # Two tokens, up to the same position.
+    short = KVCache([kv[..., 4:, :] for kv in whole.layers], whole.pos[4:])
     fewer = cache_of(model_of(GPTConfig(50, 64, 2, 2, 32), 2), text(6))
     heads = cache_of(model_of(GPTConfig(50, 64, 3, 4, 32, head_dim=16), 2), text(6))
     one_head = cache_of(model_of(GPTConfig(50, 64, 3, 1, 32, head_dim=16), 2), text(6))
-    narrow = cache_of(
-        model_of(GPTConfig(50, 64, 3, 2, 32, head_dim=1), 2), text(6)
-    )  # torch would broadcast it
+    # Torch would broadcast it.
+    narrow = cache_of(model_of(GPTConfig(50, 64, 3, 2, 32, head_dim=1), 2), text(6))
     for source, n, words in [
+        # One token ahead: the published code's mistake.
         (
             cache_of(teacher, text(7)),
             3,
             ("6", "7"),
-        ),  # one token ahead: the published code's mistake
+        ),
         (cache_of(teacher, text(5)), 3, ("6", "5")),
         (whole, 7, ("7", "6")),
         (whole, -1, ("-1", "6")),
@@ -506,9 +505,8 @@ def by_definition(teacher: GPT, student: GPT, ids: Tensor, n: int, every: int) -
     prompt = ids.size(1)
     for t in range(n):
         cache = KVCache()
-        start = prompt + max(
-            0, (t - 1) // every * every
-        )  # what a refresh after this very token brings is used later
+        # What a refresh after this very token brings is used later.
+        start = prompt + max(0, (t - 1) // every * every)
         logits = teacher(ids[:, :start], cache)
         if t:
             logits = student(ids[:, start:], cache)
@@ -553,9 +551,8 @@ def test_the_teacher_reads_every_token_once(impl: ModuleType, teacher: GPT, stud
         assert one.fed == whole[: len(one.fed)], (
             "the teacher reads the text in order, no token twice"
         )
-        needed = (
-            (n - 2) // every * every if n > 1 else 0
-        )  # of the refreshes whose entries are read again
+        # Of the refreshes whose entries are read again.
+        needed = (n - 2) // every * every if n > 1 else 0
         assert len(one.fed) - 7 in {needed, (n - 1) // every * every}, (
             f"{len(one.fed) - 7} tokens after the prompt"
         )
@@ -668,11 +665,12 @@ def drafts(text: list[int], k: int) -> Iterator[tuple[str, list[int], int]]:
     for i in range(k):
         other = (own[i] + 1) % 50
         yield f"a draft of {k}, only token {i} wrong", [*own[:i], other, *own[i + 1 :]], i
+        # The teacher agrees with what follows the wrong token.
         wrong = [
             *own[:i],
             other,
             *plain_text(other, k - i - 1),
-        ]  # the teacher agrees with what follows the wrong token
+        ]
         yield f"a draft of {k}, token {i} wrong and what the teacher would write after it", wrong, i
 
 
@@ -802,10 +800,11 @@ def test_tokens_are_distributed_as_the_teachers(impl: ModuleType) -> None:
 
 @pytest.mark.ex7_7
 def test_as_many_drafted_tokens_stay_as_can(impl: ModuleType) -> None:
+    # Of each, how often it can stay.
     found, stays = (
         outcomes(impl, P, Q)[1],
         torch.minimum(P[:2], Q).sum(1),
-    )  # of each, how often it can stay
+    )
     expected = torch.stack([1 - stays[0], stays[0] * (1 - stays[1]), stays[0] * stays[1]])
     assert_close(
         found, expected, "share of the drafts of which 0, 1 and 2 tokens stay", ("tokens",), 1e-6

@@ -224,9 +224,8 @@ class Machine:
     def contender(self, name: str, ms: float) -> Callable[[], float]:
         def run() -> float:
             self.runs.append(name)
-            warm = (
-                5.0 if self.runs.count(name) == 1 else 1.0
-            )  # memory is fetched, kernels are chosen
+            # Memory is fetched, kernels are chosen.
+            warm = 5.0 if self.runs.count(name) == 1 else 1.0
             return ms * warm * self.drift ** len(self.runs)
 
         return run
@@ -275,9 +274,8 @@ def test_few_disturbances_of_one_of_the_two_do_not_matter(impl: ModuleType) -> N
     draw = random.Random(0)
     for _ in range(100):
         turns = draw.randint(3, 9)
-        day = [
-            draw.uniform(1, 5) for _ in range(turns)
-        ]  # how slow the whole machine is in each turn
+        # How slow the whole machine is in each turn.
+        day = [draw.uniform(1, 5) for _ in range(turns)]
         truth = draw.uniform(0.5, 2)
         base, other = [truth * slow for slow in day], list(day)
         for turn in draw.sample(range(turns), (turns - 1) // 2):
@@ -389,9 +387,8 @@ def test_sums_are_rounded_on_the_way(impl: ModuleType) -> None:
             impl.pairwise(ones[dtype]).dtype == dtype and float(impl.pairwise(ones[dtype])) == 4096
         )
     few = torch.tensor([256.0, 1.0, 1.0, 1.0], dtype=torch.bfloat16)
-    assert (
-        float(impl.one_by_one(few)) == 256 and float(impl.one_by_one(few.flip(0))) == 260
-    )  # 259 is between two
+    # 259 is between two.
+    assert float(impl.one_by_one(few)) == 256 and float(impl.one_by_one(few.flip(0))) == 260
     assert float(impl.pairwise(few)) == 258, "256 + 1 is 256 in bfloat16, 1 + 1 is 2"
     found = float(impl.pairwise(few[:3])), float(impl.pairwise(few[1:]))
     assert found == (256, 3), f"256 + 1 + 1 and 1 + 1 + 1 in pairs: {found}, must be 256 and 3"

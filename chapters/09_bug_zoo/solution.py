@@ -210,9 +210,8 @@ def check_ring(module: ModuleType) -> None:
     _refused(lambda: double(text(1, 1), cache))
     _refused(lambda: model(text(2, 1), cache))
 
-    shallow = small(
-        module, n_layer=1
-    )  # one layer: a token's logits depend on what it sees, and on nothing else
+    # One layer: a token's logits depend on what it sees, and on nothing else.
+    shallow = small(module, n_layer=1)
     for window, sinks in ((1, 0), (4, 0), (3, 2)):
         ids = text(1, 16)
         before = shallow(ids, module.SlidingWindowCache(window, sinks))

@@ -154,9 +154,8 @@ def main() -> None:
     cli.add_argument("--all", action="store_true", help="name all mutants")
     with cli.parse() as args:
         torch.set_num_threads(1)
-        torch.use_deterministic_algorithms(
-            True
-        )  # some bugs read memory that nobody has written: the same every time
+        # Some bugs read memory that nobody has written: the same every time.
+        torch.use_deterministic_algorithms(True)
         found = survey(import_file(HERE / f"{args.impl}.py"))
         families = {family: sorted(names.split()) for family, names in FAMILIES.items()}
         print(

@@ -89,9 +89,8 @@ def fleet() -> None:
                 int(float(row["tokens"])) * shape.token_bytes / 1e12,
             )
             size = f"{terabytes:.2f} TB" if row["capacity_blocks"].isdecimal() else "any"
-            served = (
-                rate / token_operations(shape) / (1 - hit)
-            )  # tokens a second: it computes only what isn't found
+            # Tokens a second: it computes only what isn't found.
+            served = rate / token_operations(shape) / (1 - hit)
             moved = f"{served * hit * shape.token_bytes / 1e9:.2f} GB/s"
             name = path.stem.removeprefix("replay_mooncake_").removesuffix("_trace")
             print(

@@ -87,9 +87,8 @@ def test_texts_that_outweigh(impl: ModuleType) -> None:
     for shape in SHAPES:
         weights = int((shape.parameters - shape.unread) * shape.nbytes)
         n = impl.texts_that_outweigh(weights, shape.token_bytes, 777)
-        alone = (
-            weights / 1e12
-        )  # seconds for the weights; a step with n texts takes more than twice as long
+        # Seconds for the weights; a step with n texts takes more than twice as long.
+        alone = weights / 1e12
         assert (
             decode_seconds(shape, 1e12, 777, n)
             > 2 * alone

@@ -33,8 +33,10 @@ try:
         title_of,
     )
 except ModuleNotFoundError as error:
+    if error.name.startswith("chapters"):
+        raise
     raise SystemExit(
-        f"chapters.builder needs the package {error.name}: pip install -r requirements-dev.txt"
+        f"chapters.builder needs the module {error.name}: pip install -r requirements-dev.txt"
     ) from None
 
 EXERCISE = re.compile(r"( *)# (exercise [\d.]+)")

@@ -19,10 +19,11 @@ COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 TEMPLATES = environment(Path(__file__).parent)
 MARK = re.compile(r'<span class="c1">(# (?:NEW|RING|BCT|ROPE|GQA|RMS|SWIGLU|QKNORM|LLAMA)\b)')
 PLAIN = re.compile(r'<span class="(?:[opw]|n[bden]?|vm)">(.*?)</span>')  # names, operators, spaces
+# Of lines, by what begins them.
 KINDS = {
     "diff": {"+": "new", "-": "old"},
     "text": {"$": "command"},
-}  # of lines, by what begins them
+}
 LEXER, FORMATTER = PythonLexer(stripnl=False, ensurenl=False), HtmlFormatter(nowrap=True)
 
 

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 from chapters.builder.pages import TEMPLATES
 
-Cell = (
-    tuple[str, str] | tuple[str, str, int]
-)  # text, kind and, unless it is 1, how many columns it is wide
+# Text, kind and, unless it is 1, how many columns it is wide.
+Cell = tuple[str, str] | tuple[str, str, int]
 
 
 def cells(

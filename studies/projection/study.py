@@ -24,6 +24,7 @@ saved, first_ms             share of the time to the first token that is saved, 
                             that time in milliseconds
 eighth_ms, eighth           time to the eighth token; the same over a cold start's, a value for each
                             kind of prompts
+from_summary                how many of these eight tokens are written from summary tokens
 area                        area under the ROC curve of similarity, for which tau is a threshold
 penalty, bytes, share       a map's penalty and bytes; a prompt's summary tokens as a share of its
                             cache
@@ -96,7 +97,8 @@ GIVEN_WAYS = (*BOTH_STAGE_WAYS, *RAW_LAYOUTS, *SINGLE_PARTS, "learned")
 SHARE_METRICS = ("low", "good")
 QUICK_FAMILIES = 5  # the most families in each split of a reduced run
 FIT_PROMPTS, TIMED_PROMPTS, EMITTED_TOKENS = 75, 16, 4
-SUMMARY_TOKENS = (1, 4, 16, 32)  # beside the proposal's 8
+# Numbers of summary tokens beside the proposal's 8, by way.
+OTHER_NUMBERS = {"proposed": (1, 32), "written": (4, 16, 32)}
 PROMPT_LENGTHS = (32, 64, 128, 256, 512, 1000)
 # all-MiniLM-L6-v2's geometry.
 MINILM_CONFIG = GPTConfig(vocab_size=1, n_ctx=256, n_layer=6, n_head=12, n_embd=384)
@@ -307,28 +309,32 @@ def measure_times(
 
 def measure_eighth_token(rows: Rows, trial: Trial, prompts: list[Prompt], turns: int) -> None:
     """Append the time to the eighth token: cold, with the exact cache as soon as it is ready, and
-    with the exact cache from the second token on."""
+    with the exact cache from the second token on; and how many of the eight are the summary's."""
     setting, model = {"kind": trial.kind}, trial.model
     if not rows.ways_due(["until-ready", "second-exact"], "eighth_ms", **setting):
         return
     way = trial.ways["proposed"]
     library = trial.library(way, trial.stored_prompts("test"))
+    from_summary: dict[str, list[int]] = {"until-ready": [], "second-exact": []}
 
     def cold(prompt: Prompt) -> list[Tensor]:
         return [*generate(model, trial.batch_of(prompt.ids), 8)]
 
-    def warm(prompt: Prompt, until_ready: bool) -> list[Tensor]:
-        warm_cache, ids = library.warm_start(prompt.text, prompt.ids), trial.batch_of(prompt.ids)
-        return [*generate_warm(model, ids, warm_cache, way.layout.tail, 8, until_ready)]
+    def warm(prompt: Prompt, name: str) -> list[Any]:
+        cache, ids = library.warm_start(prompt.text, prompt.ids), trial.batch_of(prompt.ids)
+        read_count = len(cache) + way.layout.tail  # when the first token is drawn
+        until_ready = name == "until-ready"
+        tokens = generate_warm(model, ids, cache, way.layout.tail, 8, until_ready)
+        eight = [*itertools.islice(tokens, 8)]
+        from_summary[name].append(1 + len(cache) - read_count)
+        return [tokens, *eight]  # to drop the iterator here would wait for its thread
 
-    starts = {
-        "cold": cold,
-        "until-ready": partial(warm, until_ready=True),
-        "second-exact": partial(warm, until_ready=False),
-    }
+    starts = {"cold": cold} | {name: partial(warm, name=name) for name in from_summary}
     milliseconds = time_in_turns(starts, prompts[: TIMED_PROMPTS // 2], turns)
     for name, times in milliseconds.items():
         rows.add_values(name, setting, eighth_ms=np.median(times, 1))
+    for name, counts in from_summary.items():
+        rows.add_values(name, setting, from_summary=[mean(counts)])
 
 
 def measure_lengths(rows: Rows, turns: int) -> None:
@@ -413,10 +419,8 @@ def measure_sizes(rows: Rows, trial: Trial) -> None:
         mean_length = mean(len(prompt.ids) for prompt in trial.train)
         rows.add_values("summary", setting, share=[PROPOSED.m / mean_length])
     if "written" in trial.ways and rows.ways_due(["written"], "penalty", **setting):
-        stage_1, stage_2 = (
-            trial.compressor(PROPOSED.m),
-            trial.stage_2(PROPOSED, trial.summary_as_written),
-        )
+        stage_1 = trial.compressor(PROPOSED.m)
+        stage_2 = trial.stage_2(PROPOSED, trial.summary_as_written)
         weight_bytes = sum(layer.weight.nbytes for layer in stage_1.layers)
         rows.add_values("stage1-written", setting, bytes=[weight_bytes], penalty=[stage_1.penalty])
         weight_bytes = stage_2.weight.nbytes
@@ -430,7 +434,8 @@ def add_derived(rows: Rows) -> None:
         rows.add_values("stage-1", {}, curvature=[curvature()])
     kinds = [*POCKET_KINDS, CAPITALS.stem]
     rows.set_conditions(f"{len(kinds)} kinds of prompts")
-    for way in rows.ways_due(["until-ready", "second-exact"], "eighth", kind="all"):
+    ways = ("until-ready", "second-exact")
+    for way in ways if rows.ways_due(ways, "eighth", kind="all") else ():
         ratios = []
         for kind in kinds:
             warm, cold = (rows.figure(name, "eighth_ms", kind=kind) for name in (way, "cold"))
@@ -475,12 +480,11 @@ def measure_kind(rows: Rows, trial: Trial, turns: int) -> float:
     measure_times(rows, trial, ["hit", *names], prompts, turns)
     measure_eighth_token(rows, trial, prompts, turns)
     measure_sizes(rows, trial)
-    # As written, a fit for m = 32 takes up to half an hour for each of pocket's kinds.
-    every_stage = not trial.quick_steps and trial.kind not in POCKET_KINDS
-    for m in (1,) if trial.quick_steps else SUMMARY_TOKENS:  # last: with 32 the maps take gigabytes
-        names = ["written", "proposed"] if every_stage and trial.can_write(m) else ["proposed"]
-        if m < trial.shortest:
-            measure_ways(rows, trial, names, related_pairs, on="given", m=m)
+    for way, numbers in OTHER_NUMBERS.items():  # last: with 32 the maps take gigabytes
+        for m in numbers[:1] if trial.quick_steps else numbers:
+            if m < trial.shortest and (way == "proposed" or trial.can_vary_written(m)):
+                trial.drop_large_maps()
+                measure_ways(rows, trial, [way], related_pairs, on="given", m=m)
     return tau
 
 

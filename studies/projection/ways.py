@@ -8,7 +8,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from random import Random
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch import Tensor
 import projector
 from gpt_kv_cache import GPT, KVCache, generate
 from pocket import corpus
-from projector import Compressor, Layout, Library, Prefill, Projector, map_bytes
+from projector import MAX_MAP_BYTES, Compressor, Layout, Library, Prefill, Projector, map_bytes
 from studies.projection.segments import SegmentMap, Segments, measure_segments, summarize
 from support.encoders import PairEncoder
 from support.printing import end_tokens_of
@@ -39,7 +39,7 @@ BANK_PROMPTS, BANK_QUERIES = 40, 160
 RAW_LAYOUTS = {"raw-1:1": Layout(1), "raw-8:1": Layout(8), "raw-32:1": Layout(32)}
 # The best on validation prompts of the four kinds.
 OUR_LAYOUTS = {"raw-1:16": Layout(1, 16), "raw-8:4": Layout(8, 4), "raw-32:64": Layout(32, 64)}
-MAX_MAP_BYTES = 9_000_000_000  # bytes of stage 1's map
+MAX_OTHER_MAP_BYTES = 9_000_000_000  # bytes of stage 1's map for other numbers of summary tokens
 QUICK_PENALTY = 1e-2  # of every fit in a reduced run
 # How Adam learns summary tokens for all prompts:
 ADAM_STEPS, LEARNING_RATE, BATCH_SIZE = 400, 0.05, 64
@@ -116,10 +116,9 @@ class Way:
 
 # Methods of a Trial whose results are cached.
 MADE_ONCE = (
-    "query_bank own_summary segment_map summary_as_written summary_by_segments projected_summary "
-    "hidden_map learned_summary"
+    "query_bank own_summary segment_map stage_1_penalty compressor summary_as_written "
+    "summary_by_segments stage_2_penalty stage_2 projected_summary hidden_map learned_summary"
 )
-LARGE_MAPS = "compressor stage_2"  # of these, the two used last
 
 
 class Trial:
@@ -144,8 +143,6 @@ class Trial:
         self.kind, self.quick_steps, self.match_names = kind, quick_steps, match_names
         for name in MADE_ONCE.split():
             setattr(self, name, cache(getattr(self, name)))
-        for name in LARGE_MAPS.split():
-            setattr(self, name, lru_cache(2)(getattr(self, name)))
         self.prompts = {
             split: self.read_families(split, chosen) for split, chosen in families.items()
         }
@@ -289,20 +286,32 @@ class Trial:
             return SegmentMap.fit(segments, [prompt.family for prompt in self.stage_1_prompts])
         return SegmentMap(segments, self.segment_map(replace(layout, m=PROPOSED.m)).penalty)
 
-    def can_write(self, m: int) -> bool:
-        """Return whether the map of stage 1 as written fits in memory for m summary tokens."""
-        return map_bytes(self.model, self.longest - 1, m) <= MAX_MAP_BYTES
+    def can_vary_written(self, m: int) -> bool:
+        """Return whether stage 1 as written is also fitted for m summary tokens: not in a reduced
+        run, nor on pocket's prompts, where m = 32 takes half an hour for each kind."""
+        nbytes = map_bytes(self.model, self.longest - 1, m)
+        takes_long = self.quick_steps or self.kind in POCKET_KINDS
+        return "written" in self.ways and not takes_long and nbytes <= MAX_OTHER_MAP_BYTES
+
+    def drop_large_maps(self) -> None:
+        """Forget the maps, which can take gigabytes, but not their penalties."""
+        self.compressor.cache_clear()
+        self.stage_2.cache_clear()
+
+    def stage_1_penalty(self) -> float:
+        """Return the penalty of stage 1 as written for any number of summary tokens: the best for
+        the proposal's number."""
+        if self.quick_steps:
+            return QUICK_PENALTY
+        prefills = [prompt.exact for prompt in self.stage_1_prompts]
+        families = [prompt.family for prompt in self.stage_1_prompts]
+        return Compressor.best_penalty(self.model, prefills, families, PROPOSED.m, self.longest - 1)
 
     def compressor(self, m: int) -> Compressor:
-        """Return stage 1 as written. For another number of summary tokens it has the penalty that
-        was found for the proposal's number."""
-        prefills, T = [prompt.exact for prompt in self.stage_1_prompts], self.longest - 1
-        if self.quick_steps:
-            return Compressor(self.model, prefills, m, QUICK_PENALTY, T, self.quick_steps)
-        if m == PROPOSED.m:
-            families = [prompt.family for prompt in self.stage_1_prompts]
-            return Compressor.fit(self.model, prefills, families, m, T)
-        return Compressor(self.model, prefills, m, self.compressor(PROPOSED.m).penalty, T)
+        """Return stage 1 as written."""
+        prefills, steps = [prompt.exact for prompt in self.stage_1_prompts], self.quick_steps
+        penalty, T = self.stage_1_penalty(), self.longest - 1
+        return Compressor(self.model, prefills, m, penalty, T, steps or projector.STEPS)
 
     def summary_as_written(self, prompt: Prompt, layout: Layout) -> Tensor:
         """Return the summary tokens of a prompt by stage 1 as written."""
@@ -324,16 +333,23 @@ class Trial:
         """Return the summary tokens of a prompt by the smaller stage 1."""
         return self.segment_map(layout)(self.segments_of([prompt], layout))[0]
 
-    def stage_2(self, layout: Layout, summarise: Callable) -> Projector:
-        """Return stage 2 for one way of stage 1. For another number of summary tokens it has the
-        penalty that was found for the proposal's number."""
+    def pair_summaries(self, layout: Layout, summarise: Callable) -> list[Tensor]:
+        """Return the summary tokens of all pairs' sources, and of their targets."""
         sides = zip(*self.pairs, strict=True)
-        summaries = [self.summaries_of(side, layout, summarise) for side in sides]
+        return [self.summaries_of(side, layout, summarise) for side in sides]
+
+    def stage_2_penalty(self, layout: Layout, summarise: Callable) -> float:
+        """Return the penalty of stage 2 for one way of stage 1."""
         if self.quick_steps:
-            return Projector(*summaries, QUICK_PENALTY)
-        if layout.m == PROPOSED.m:
-            return Projector.fit(*summaries, [source.family for source, _ in self.pairs])
-        return Projector(*summaries, self.stage_2(replace(layout, m=PROPOSED.m), summarise).penalty)
+            return QUICK_PENALTY
+        families = [source.family for source, _ in self.pairs]
+        return Projector.best_penalty(*self.pair_summaries(layout, summarise), families)
+
+    def stage_2(self, layout: Layout, summarise: Callable) -> Projector:
+        """Return stage 2 for one way of stage 1. For any number of summary tokens it has the
+        penalty that is best for the proposal's number."""
+        penalty = self.stage_2_penalty(replace(layout, m=PROPOSED.m), summarise)
+        return Projector(*self.pair_summaries(layout, summarise), penalty)
 
     def projected_summary(self, summarise: Callable, prompt: Prompt, layout: Layout) -> Tensor:
         """Return a prompt's summary tokens after both stages. They are computed once, since stage 2
@@ -403,7 +419,7 @@ class Trial:
             "stage1-segments": Way(TRUE_POSITIONS, self.summary_by_segments, alone=True),
         }
         longest = self.longest  # stage 1 as written has no columns for more
-        if self.can_write(PROPOSED.m):
+        if map_bytes(self.model, longest - 1, PROPOSED.m) <= MAX_MAP_BYTES:
             projected = partial(self.projected_summary, self.summary_as_written)
             ways["written"] = Way(PROPOSED, projected, most=longest)
             ways["stage1-written"] = Way(

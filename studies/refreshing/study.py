@@ -3,7 +3,7 @@
 `python3 -m studies.refreshing` takes two and a half hours and goes on where it was interrupted; `--quick`
 takes a minute; `--again 'periodic:*'` measures these ways once more. `--teacher smollm2` takes
 SmolLM2-135M-Instruct, which continues the texts in data/real, and its twins with weights of 4 and 3
-bits for students, in an hour. The source's own experiment,
+bits for students, in 40 minutes. The source's own experiment,
 with a file of questions (the source's are ELI5's, held out), is
   python3 -m studies.refreshing --teacher meta-llama/Llama-3.2-3B-Instruct --student \
   friendshipkim/overfill-Llama-3.2-3B-Instruct-pruned-h0.45-i0.45-a0.0-d0.0 \
@@ -510,7 +510,7 @@ def add_more_texts(texts: Texts) -> None:
     rows.set_model_conditions(
         "pocket",
         texts.models["teacher"],
-        f"a student of {parameter_count_text(texts.models['student'])}",
+        f"student {STUDENTS['segments'][0]}: {parameter_count_text(texts.models['student'])}",
         f"{MORE_TEXTS} held-out prompts of {PROMPT_LENGTH} tokens, {texts.new_tokens:,} new tokens",
     )
     for mode in MODES:
@@ -623,7 +623,7 @@ def measure(rows: Rows, args: argparse.Namespace) -> None:
         if training in ("segments", "dropout", "int4"):
             add_times(texts, ways, timed_prompts, turns)
         add_predicted_times(rows, new_tokens, setting)
-        if students is STUDENTS and training == "segments" and not args.quick:
+        if students is STUDENTS and training == "segments" and not rows.no_verdict_reason:
             add_more_texts(texts)
     add_variational_identity(rows)
 
