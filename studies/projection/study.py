@@ -480,12 +480,18 @@ def measure_kind(rows: Rows, trial: Trial, turns: int) -> float:
     measure_times(rows, trial, ["hit", *names], prompts, turns)
     measure_eighth_token(rows, trial, prompts, turns)
     measure_sizes(rows, trial)
-    for way, numbers in OTHER_NUMBERS.items():  # last: with 32 the maps take gigabytes
+    return tau
+
+
+def measure_other_numbers(rows: Rows, trial: Trial) -> None:
+    """Append the figures of other numbers of summary tokens than the proposal's. With 32, maps take
+    gigabytes, so only one is kept."""
+    related_pairs = trial.related_pairs("test")
+    for way, numbers in OTHER_NUMBERS.items():
         for m in numbers[:1] if trial.quick_steps else numbers:
             if m < trial.shortest and (way == "proposed" or trial.can_vary_written(m)):
                 trial.drop_large_maps()
                 measure_ways(rows, trial, [way], related_pairs, on="given", m=m)
-    return tau
 
 
 def save_libraries(trial: Trial, tau: float, folder: Path) -> None:
@@ -558,6 +564,8 @@ def main(argv: list[str] | None = None) -> None:
             tau = measure_kind(rows, trial, turns)
             if kind == kinds[0] and math.isfinite(tau):
                 save_libraries(trial, tau, args.out / "library")
+            if math.isfinite(tau):
+                measure_other_numbers(rows, trial)
         if not rows.no_verdict_reason:
             measure_lengths(rows, turns)
             add_savings_by_length(rows)
