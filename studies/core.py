@@ -95,7 +95,7 @@ MINUTES = {  # minutes that a command's full run took on an undisturbed core
     "latency": 5,
     "projection": 150,
     "projection --model smollm2": 100,
-    "refreshing": 150,
+    "refreshing": 170,
     "refreshing --teacher smollm2": 40,
     "speculation": 5,
     "speculation --model smollm2": 20,

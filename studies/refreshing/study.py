@@ -1,6 +1,6 @@
 """The refresh study: a student's texts on its teacher's KV cache, by every way of refreshing it.
 
-`python3 -m studies.refreshing` takes two and a half hours and goes on where it was interrupted; `--quick`
+`python3 -m studies.refreshing` takes nearly three hours and goes on where it was interrupted; `--quick`
 takes a minute; `--again 'periodic:*'` measures these ways once more. `--teacher smollm2` takes
 SmolLM2-135M-Instruct, which continues the texts in data/real, and its twins with weights of 4 and 3
 bits for students, in 40 minutes. The source's own experiment,
