@@ -288,7 +288,7 @@ class Trial:
 
     def can_vary_written(self, m: int) -> bool:
         """Return whether stage 1 as written is also fitted for m summary tokens: not in a reduced
-        run, nor on pocket's prompts, where m = 32 takes half an hour for each kind."""
+        run, nor on pocket's prompts, where that takes a quarter of an hour for each kind."""
         nbytes = map_bytes(self.model, self.longest - 1, m)
         takes_long = self.quick_steps or self.kind in POCKET_KINDS
         return "written" in self.ways and not takes_long and nbytes <= MAX_OTHER_MAP_BYTES
