@@ -1,11 +1,13 @@
 """The command line that all scripts share: model, device, dtype, seed, and errors in one sentence."""
 
+import _thread
 import argparse
 import math
 import os
 import re
 import sys
 import tempfile
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -313,7 +315,7 @@ class CommandLine(argparse.ArgumentParser):
                     raise ValueError(f"the word after {word or before} is empty")
             args = self.parsed(words)
             try:
-                with warnings.catch_warnings():  # restores showwarning at the end
+                with warnings.catch_warnings(), lost_interrupts_raised():  # both restore at the end
                     warnings.showwarning = self.print_warning
                     self.prepare(args)
                     yield args
@@ -439,6 +441,27 @@ def flush_output() -> None:
     except OSError:  # keeps Python from writing it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise
+
+
+@contextmanager
+def lost_interrupts_raised() -> Iterator[None]:
+    """Raise Ctrl-C once more if it arrives while Python runs a destructor or another callback, such
+    as one of an import, which can't pass on an error."""
+    report = sys.unraisablehook
+
+    def raise_again(lost: "sys.UnraisableHookArgs") -> None:
+        if not issubclass(lost.exc_type, KeyboardInterrupt):
+            report(lost)
+            return
+        timer = threading.Timer(0.05, _thread.interrupt_main)  # when the callback has ended
+        timer.daemon = True
+        timer.start()
+
+    sys.unraisablehook = raise_again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = report
 
 
 def is_interrupt(error: BaseException | None) -> bool:

@@ -89,6 +89,16 @@ def begin(self, args):
 CommandLine.prepare = begin
 getattr(runpy, f"run_{kind}")(sys.argv[0], run_name="__main__")
 """
+LOST = """import signal, time
+from support.cli import CommandLine
+class Deleted:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+with CommandLine("").parse([]):
+    Deleted()
+    for _ in range(600):
+        time.sleep(0.1)
+"""
 NEEDS = {  # what a script works on for a while; --help: it may be done by then
     "train": "tokenizer --out OUT",
     "corpus": "--n 1000000",
@@ -96,6 +106,11 @@ NEEDS = {  # what a script works on for a while; --help: it may be done by then
     "floors": "fleet",
     "export": "OUT/served",
 } | dict.fromkeys("zoo claims pages weights __main__ grade site screenshots".split(), "--help")
+
+
+def test_ctrl_c_in_a_destructor_is_not_lost() -> None:
+    ran = process(sys.executable, "-c", LOST)
+    assert (ran.code, ran.out, ran.err) == (130, "", "\n")
 
 
 @pytest.mark.slow
