@@ -611,7 +611,7 @@ def measure(rows: Rows, args: argparse.Namespace) -> None:
             args.model,
             teacher,
             f"student {name}: {parameter_count_text(student)}",
-            f"{text_count} held-out prompts of {prompt_length} tokens, {new_tokens:,} new tokens, sampled at temperature 1",
+            f"{text_count} held-out prompts of {prompt_length} tokens, {new_tokens:,} new tokens, sampled at temperature 1, or greedy",
             f"times: single texts after {timed_prompts} of them, turns: {turns}",
         )
         for mode in modes:
