@@ -315,7 +315,7 @@ class CommandLine(argparse.ArgumentParser):
                     raise ValueError(f"the word after {word or before} is empty")
             args = self.parsed(words)
             try:
-                with warnings.catch_warnings(), lost_interrupts_raised():  # both restore at the end
+                with warnings.catch_warnings(), lost_interrupts_raised():  # both restore their hook
                     warnings.showwarning = self.print_warning
                     self.prepare(args)
                     yield args
@@ -445,23 +445,28 @@ def flush_output() -> None:
 
 @contextmanager
 def lost_interrupts_raised() -> Iterator[None]:
-    """Raise Ctrl-C once more if it arrives while Python runs a destructor or another callback, such
-    as one of an import, which can't pass on an error."""
-    report = sys.unraisablehook
+    """In the body, raise Ctrl-C once more if it was lost: it arrived while Python ran a destructor, or
+    the callback of a weak reference, as imports have, where Python reports an error and goes on. A
+    call that waits isn't interrupted; Ctrl-C is raised when it returns."""
+    previous_hook, timers = sys.unraisablehook, []
 
-    def raise_again(lost: "sys.UnraisableHookArgs") -> None:
+    def interrupt_again(lost: "sys.UnraisableHookArgs") -> None:
         if not issubclass(lost.exc_type, KeyboardInterrupt):
-            report(lost)
+            previous_hook(lost)
             return
-        timer = threading.Timer(0.05, _thread.interrupt_main)  # when the callback has ended
+        # after this hook, which would lose it, too
+        timer = threading.Timer(0.05, _thread.interrupt_main)
         timer.daemon = True
         timer.start()
+        timers.append(timer)
 
-    sys.unraisablehook = raise_again
+    sys.unraisablehook = interrupt_again
     try:
         yield
     finally:
-        sys.unraisablehook = report
+        sys.unraisablehook = previous_hook
+        for timer in timers:
+            timer.cancel()
 
 
 def is_interrupt(error: BaseException | None) -> bool:

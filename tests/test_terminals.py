@@ -89,13 +89,18 @@ def begin(self, args):
 CommandLine.prepare = begin
 getattr(runpy, f"run_{kind}")(sys.argv[0], run_name="__main__")
 """
-LOST = """import signal, time
+LOST = """import signal, sys, time
 from support.cli import CommandLine
-class Deleted:
+class Faulty:
+    def __del__(self):
+        1 / 0
+class Interrupted:
     def __del__(self):
         signal.raise_signal(signal.SIGINT)
 with CommandLine("").parse([]):
-    Deleted()
+    Faulty()
+    print("now", flush=True, file=sys.stderr)
+    Interrupted()
     for _ in range(600):
         time.sleep(0.1)
 """
@@ -110,7 +115,9 @@ NEEDS = {  # what a script works on for a while; --help: it may be done by then
 
 def test_ctrl_c_in_a_destructor_is_not_lost() -> None:
     ran = process(sys.executable, "-c", LOST)
-    assert (ran.code, ran.out, ran.err) == (130, "", "\n")
+    reported, interrupted = ran.err.split("now\n")
+    assert "ZeroDivisionError" in reported
+    assert (ran.code, ran.out, interrupted) == (130, "", "\n")
 
 
 @pytest.mark.slow

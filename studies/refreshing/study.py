@@ -607,11 +607,12 @@ def measure(rows: Rows, args: argparse.Namespace) -> None:
         timed_prompts = min(3, text_count)
         if path is not None:
             print_needs(texts, len(ways), turns * timed_prompts)
+        drawn = "sampled at temperature 1" + (", or greedy" if "greedy" in modes else "")
         rows.set_model_conditions(
             args.model,
             teacher,
             f"student {name}: {parameter_count_text(student)}",
-            f"{text_count} held-out prompts of {prompt_length} tokens, {new_tokens:,} new tokens, sampled at temperature 1, or greedy",
+            f"{text_count} held-out prompts of {prompt_length} tokens, {new_tokens:,} new tokens, {drawn}",
             f"times: single texts after {timed_prompts} of them, turns: {turns}",
         )
         for mode in modes:
