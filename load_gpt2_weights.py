@@ -21,26 +21,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from support.cli import CommandLine
-from support.conditions import conditions, random_model
-from support.files import (
-    check_fields,
-    download_error,
-    read_json,
-    read_text,
-    regular_file,
-    short_repr,
-)
-from support.gguf_files import (
+from formats.gguf_files import (
     SMOLLM2,
     find_smollm2,
     read_gguf_config,
     read_gguf_tensors,
     read_gguf_tokenizer,
 )
-from support.layout import is_faster, order_for_decoding
-from support.printing import end_tokens_of
-from support.tokenizers import (
+from formats.layout import is_faster, order_for_decoding
+from formats.tokenizers import (
     LLAMA3_FILE,
     READERS,
     TIKTOKEN_FILE,
@@ -49,6 +38,17 @@ from support.tokenizers import (
     gpt2_tokenizer,
     read_tokenizer,
 )
+from support.cli import CommandLine
+from support.conditions import SIZES, conditions
+from support.files import (
+    check_fields,
+    download_error,
+    read_json,
+    read_text,
+    regular_file,
+    short_repr,
+)
+from support.printing import end_tokens_of
 
 RANDOM = "random:"  # before a size: the name of an untrained model
 HERE = Path(__file__).resolve().parent
@@ -584,6 +584,17 @@ def load_model(
             part.copy_(tensor)
             check_finite(name, part, tensor, name_or_path)
     return model.eval()
+
+
+def random_model(model_class: type[nn.Module], name: str) -> nn.Module:
+    """Return a model of a geometry with random weights, the same every time, in eval mode. Times
+    don't depend on the weights. The vocabulary is GPT-2's."""
+    config = SIZES.get(name)
+    if config is None:
+        layers, heads, width = map(int, name.split("x"))
+        config = {"n_layer": layers, "n_head": heads, "n_embd": width}
+    torch.manual_seed(0)
+    return order_for_decoding(model_class(model_class.config_class(**config))).eval()
 
 
 @torch.no_grad()

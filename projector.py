@@ -42,6 +42,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from formats.gguf_files import SMOLLM2
+from formats.tokenizers import END_OF_TEXT
 from gpt_kv_cache import KVCache, check_options, generate
 from llama_kv_cache import rotate, rotation
 from load_gpt2_weights import POCKET, load_model, load_tokenizer, read_weights
@@ -52,12 +54,10 @@ from support.encoders import PairEncoder
 from support.files import read_json, write_atomically, write_json
 from support.fingerprints import fingerprint, raw_bytes
 from support.geometry import kv_heads, rotary_settings
-from support.gguf_files import SMOLLM2
 from support.regression import cross_validate, ridge
 from support.statistics import kl
 from support.tables import table
 from support.texts import CAPITALS, read_pairs
-from support.tokenizers import END_OF_TEXT
 
 LOSS_PENALTIES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # of stage 1, for cross-validation
 VALIDATION_PROMPTS = 120  # prompts for this cross-validation

@@ -30,15 +30,16 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from gpt_kv_cache import KVCache, context_start, generate
-from load_gpt2_weights import NAMES, load_model, load_tokenizer
-from support.chat import (
+from formats.chat import (
     ChatForm,
     beginning_tokens,
     chat_form,
     encode_in_form,
     has_chat_form,
 )
+from formats.tokenizers import END_OF_TEXT
+from gpt_kv_cache import KVCache, context_start, generate
+from load_gpt2_weights import NAMES, load_model, load_tokenizer
 from support.cli import CommandLine, DefaultCount, study_command, whole_number, writable_folder
 from support.encoders import load_encoder
 from support.figures import write_figure
@@ -48,7 +49,6 @@ from support.printing import end_tokens_of
 from support.store import Store
 from support.tables import table
 from support.timing import TimedText, run_in_turns, time_call, time_text
-from support.tokenizers import END_OF_TEXT
 from support.tracing import Trace
 
 DATA = Path(__file__).resolve().parent / "data"

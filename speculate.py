@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from formats.chat import encode_prompt
 from gpt_kv_cache import (
     GPT,
     KVCache,
@@ -41,7 +42,7 @@ from gpt_kv_cache import (
 from pair import Pair, default_student, load_pair
 from support.printing import end_tokens_of, stream
 from support.tables import table
-from support.texts import encode_prompt, read_prompts_of_kind
+from support.texts import read_prompts_of_kind
 from support.timing import run_in_turns, time_call
 
 
@@ -324,8 +325,8 @@ def demo_of_pocket(
     max_new_tokens: int,
 ) -> None:
     """Print demo() of texts of the pocket world: lists that are said again, and beginnings."""
+    from load_gpt2_weights import random_model
     from pocket import corpus
-    from support.conditions import random_model
 
     device = models[0].wte.weight.device
     lists = sorted(corpus.repeated_lists("test", 7), key=lambda texts: -len(texts[1]))

@@ -28,9 +28,9 @@ from benchmarks.runners import BASE, CONTENDERS, LLAMAS, WITHOUT, Setup, base_of
 from benchmarks.words import Figures, render_words
 from gpt_kv_cache import GPT, GPTConfig, KVCache
 from llama_kv_cache import Llama, LlamaConfig
-from load_gpt2_weights import find_file, load_model
+from load_gpt2_weights import find_file, load_model, random_model
 from support.cli import CommandLine, whole_number, writable_folder
-from support.conditions import SIZES, conditions, random_model
+from support.conditions import SIZES, conditions
 from support.files import read_json, write_json
 
 DECODED_TOKENS = 16  # tokens after each prompt

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from support.gguf_files import NAMES
+from formats.gguf_files import NAMES
 
 OUR_NAME = {public: ours for ours, public in NAMES.items()}
 NO_TEXT = {"tokenizer.ggml.model": "no_vocab"}  # a file without a tokenizer: ids in, ids out

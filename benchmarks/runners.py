@@ -25,11 +25,11 @@ import gpt_bounded_cache
 import gpt_kv_cache
 import llama_kv_cache
 from benchmarks.llama_cpp import LlamaCpp
+from formats.layout import order_for_decoding
 from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model, read_tensors
 from pocket.checkpoints import export
 from support.files import import_file, read_json
-from support.layout import order_for_decoding
 
 NO_LIMIT = 1 << 20  # tokens to write: the caller stops
 

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from formats.chat import encode_fact_question, encode_prompt
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache, generate
 from paged import PagedCache, Server
 from recycle import DATA, read_prompts
 from support.tables import table
 from support.texts import (
-    encode_fact_question,
-    encode_prompt,
     read_prompts_of_kind,
     read_questions,
     read_texts,

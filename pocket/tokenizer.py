@@ -4,9 +4,9 @@ import base64
 import json
 from pathlib import Path
 
+from formats.tokenizers import byte_characters
 from pocket import corpus
 from support.files import write_atomically
-from support.tokenizers import byte_characters
 
 TOKENIZER = Path(__file__).resolve().parent / "teacher" / "tokenizer.tiktoken"
 VOCABULARY = 1536  # 256 bytes, 1279 merges, <|endoftext|>

@@ -5,10 +5,11 @@ import torch
 
 from compress import read_in_pieces
 from demos.memories import Memory
+from formats.chat import encode_fact_question
 from gpt_kv_cache import generate
 from support.prefix import common_prefix_length
 from support.printing import end_tokens_of
-from support.texts import encode_fact_question, read_questions, read_texts
+from support.texts import read_questions, read_texts
 
 ANSWER_TOKENS = 16
 CHUNK_LENGTH = 16

@@ -20,7 +20,7 @@ import tiktoken
 import torch
 from torch import Tensor
 
-from support.chat import encode_question, question_form
+from formats.chat import encode_question, question_form
 from support.conditions import SIZES, is_geometry
 from support.files import import_file, writable_target
 from support.tracing import Trace

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from support.layout import order_for_decoding
-
 SIZES = {  # GPT-2's own; 355M is DialoGPT-medium's, too
     "124M": {},
     "355M": {"n_layer": 24, "n_head": 16, "n_embd": 1024},
@@ -23,17 +21,6 @@ SIZES = {  # GPT-2's own; 355M is DialoGPT-medium's, too
 def is_geometry(name: str) -> bool:
     """Return whether a name means a geometry: one of SIZES, or LAYERSxHEADSxWIDTH."""
     return name in SIZES or bool(re.fullmatch(r"[1-9]\d?x[1-9]\d?x[1-9]\d{0,3}", name))
-
-
-def random_model(model_class: type[nn.Module], name: str) -> nn.Module:
-    """Return a model of a geometry with random weights, the same every time, in eval mode. Times
-    don't depend on the weights. The vocabulary is GPT-2's."""
-    config = SIZES.get(name)
-    if config is None:
-        layers, heads, width = map(int, name.split("x"))
-        config = {"n_layer": layers, "n_head": heads, "n_embd": width}
-    torch.manual_seed(0)
-    return order_for_decoding(model_class(model_class.config_class(**config))).eval()
 
 
 def processor_name(device: str) -> str:

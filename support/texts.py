@@ -7,12 +7,10 @@ from typing import NamedTuple
 
 import tiktoken
 
-from support.chat import encode_question, has_chat_form
 from support.files import read_csv, read_text
 
 FOLDER = Path(__file__).resolve().parent.parent / "data" / "real"
 CAPITALS = FOLDER.parent / "capitals.csv"  # pairs of questions about capitals
-INSTRUCTION = "Read this text and answer the question after it with a few words."
 
 Family = list[tuple[str, str]]  # paraphrases: prompt and answer
 Splits = dict[str, list[Family]]  # for fitting ("train"), choosing ("valid") and measuring ("test")
@@ -46,24 +44,10 @@ def read_prompts_of_kind(kind: str) -> list[str]:
     return [row["prompt"] for row in rows if row["kind"] == kind]
 
 
-def encode_prompt(prompt: str, tokenizer: tiktoken.Encoding) -> list[int]:
-    """Return the tokens of a prompt, in the form that a chat model expects."""
-    if has_chat_form(tokenizer):
-        return encode_question(prompt, tokenizer)
-    return tokenizer.encode(prompt, disallowed_special=())
-
-
 def rows_of_tokens(tokenizer: tiktoken.Encoding, length: int) -> list[list[int]]:
     """Return the first `length` tokens of every text that has so many."""
     texts = map(tokenizer.encode_ordinary, read_texts().values())
     return [ids[:length] for ids in texts if len(ids) >= length]
-
-
-def encode_fact_question(text: str, question: str, tokenizer: tiktoken.Encoding) -> list[int]:
-    """Return the tokens of a question about a text, up to where its answer begins: in the form that
-    a chat model expects, otherwise as lines."""
-    prompt = f"{INSTRUCTION}\n\n{text}\n\nQuestion: {question}"
-    return encode_prompt(prompt if has_chat_form(tokenizer) else f"{prompt}\nAnswer:", tokenizer)
 
 
 def read_pairs(path: Path, seed: int = 0, max_families: int | None = None) -> Splits:

@@ -2,10 +2,10 @@
 
 import pytest
 
+from formats.tokenizers import read_tokenizer
 from gpt_kv_cache import GPT, GPTConfig
 from pocket import coherence, corpus
 from pocket.tokenizer import TOKENIZER, VOCABULARY
-from support.tokenizers import read_tokenizer
 
 STORY = """\
 Halek lived in Tolben, the town on the Tamble. One misty day in May, he and his sister Belessa packed for a long walk. \

@@ -11,12 +11,12 @@ import torch
 
 from benchmarks import llama_cpp
 from benchmarks.llama_cpp import permuted
+from formats import gguf_files
+from formats.chat import encode_question, question_form
+from formats.tokenizers import LLAMA3_PATTERN
 from gpt_kv_cache import generate
 from llama_kv_cache import KVCache, main
 from load_gpt2_weights import load_model, load_tokenizer
-from support import gguf_files
-from support.chat import encode_question, question_form
-from support.tokenizers import LLAMA3_PATTERN
 from tests.helpers import LLAMA3, random_llama, refused, run
 from tests.test_equivalence import assert_close, check_any_feeding
 from tests.test_kv_cache import ids_of

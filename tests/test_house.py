@@ -19,6 +19,7 @@ METHODS = ["recycle", "projector", "pair", "overfill", "speculate", "paged", "co
 FLOORS = [
     ["support"],
     GPT_FILES,
+    ["formats"],
     ["load_gpt2_weights"],
     ["pocket"],
     METHODS,

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 import load_gpt2_weights as loader
+from formats.chat import chat_form, encode_question, question_form
+from formats.tokenizers import LLAMA3_PATTERN
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT
 from llama_kv_cache import KVCache, Llama, generate, main
 from load_gpt2_weights import load_model
-from support.chat import chat_form, encode_question, question_form
 from support.cli import PROMPT
 from support.printing import stream
-from support.tokenizers import LLAMA3_PATTERN
 from tests.helpers import LLAMA3, random_llama, refused, run, write_llama
 from tests.test_equivalence import assert_close, check_any_feeding
 from tests.test_kv_cache import ids_of

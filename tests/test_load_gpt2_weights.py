@@ -29,13 +29,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import load_gpt2_weights as loader
+from formats.layout import is_faster
+from formats.tokenizers import GPT2_PATTERN, Numbers, byte_characters
 from gpt_baseline import GPT as BaselineGPT
 from gpt_bounded_cache import BCT
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from support.cli import ARTICLE
 from support.files import read_json
-from support.layout import is_faster
-from support.tokenizers import GPT2_PATTERN, Numbers, byte_characters
 from tests.helpers import Ran, process, refused, run
 from tests.test_equivalence import assert_close
 

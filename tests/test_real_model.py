@@ -10,6 +10,8 @@ from torch import Tensor, nn
 import compress
 import overfill
 from demos.memories import Memory
+from formats.chat import chat_form, encode_in_form, encode_prompt, encode_question
+from formats.gguf_files import find_smollm2
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import KVCache, generate
 from load_gpt2_weights import load_model, load_tokenizer
@@ -19,12 +21,10 @@ from projector import cache_before_last, cache_of_summary, logits_after, prefill
 from recycle import Recycler, cache_by, generate_by, prompt_form, recycle
 from speculate import DRAFTERS, DraftCounts, speculate
 from studies.facts import right_answers
-from support.chat import chat_form, encode_in_form, encode_question
 from support.encoders import load_encoder
-from support.gguf_files import find_smollm2
 from support.statistics import kl
 from support.store import Store
-from support.texts import encode_prompt, read_prompts_of_kind, read_texts
+from support.texts import read_prompts_of_kind, read_texts
 from tests.helpers import recorded
 from tests.test_equivalence import assert_close
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from formats.chat import FIXED_FORMS
 from gpt_bounded_cache import PreallocatedCache
 from gpt_kv_cache import GPT, KVCache, generate
 from load_gpt2_weights import load_tokenizer
@@ -33,7 +34,6 @@ from studies.refreshing.study import (
     refresh_as_published,
     threshold_for,
 )
-from support.chat import FIXED_FORMS
 from support.statistics import entropy, kl
 from support.timing import TimedText
 from tests.helpers import LLAMA3, ROOT, refused, start, write_llama

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from support.tokenizers import LLAMA3_PATTERN, Tokenizer, read_tokenizer_json
+from formats.tokenizers import LLAMA3_PATTERN, Tokenizer, read_tokenizer_json
 from tests.test_llama import TEXTS
 
 tokenizers = pytest.importorskip("tokenizers")

@@ -29,11 +29,11 @@ from torch import Tensor
 import gpt_baseline
 import gpt_bounded_cache
 import gpt_kv_cache
+from formats.tokenizers import Numbers
 from gpt_kv_cache import KVCache
+from load_gpt2_weights import random_model
 from studies.core import Rows, run_study
-from support.conditions import random_model
 from support.timing import TimedText, run_in_turns, time_text
-from support.tokenizers import Numbers
 
 PROMPT = "Hello, I am"  # the article's
 LONGER_PROMPTS = (128, 512, 1000)  # tokens of longer prompts; 16 are written after each

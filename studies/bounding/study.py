@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from demos.memories import SINKS, Memory, memories_of
+from formats.tokenizers import END_OF_TEXT
 from gpt_bounded_cache import KVCache, SlidingWindowCache, context_start
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
@@ -42,7 +43,6 @@ from studies.core import RECORDED_MODELS, Rows, Setting, run_study
 from support.printing import end_tokens_of
 from support.statistics import bleu, bleu_counts, bootstrap, perplexity
 from support.texts import read_texts
-from support.tokenizers import END_OF_TEXT
 
 WINDOWS = (64, 128, 256, 512)  # tokens
 TEXT_COUNT = 12  # of pocket's texts that are read in windows

@@ -38,12 +38,11 @@ import compress
 from demos.memories import SINKS, Memory
 from gpt_bounded_cache import BCT
 from gpt_kv_cache import GPT, KVCache
-from load_gpt2_weights import load_model, load_tokenizer
+from load_gpt2_weights import load_model, load_tokenizer, random_model
 from pocket import corpus
 from pocket.evaluation import score_answers, unseen_texts
 from studies.core import RECORDED_MODELS, Rows, run_study
 from studies.facts import right_answers
-from support.conditions import random_model
 from support.statistics import bootstrap, kl
 from support.timing import run_in_turns
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from compress import read_in_pieces
+from formats.layout import order_for_decoding
 from gpt_bounded_cache import (
     BCT,
     GPT,
@@ -30,7 +31,6 @@ from gpt_bounded_cache import (
     PreallocatedCache,
 )
 from studies.core import Rows, run_study
-from support.layout import order_for_decoding
 from support.timing import run_in_turns
 
 LENGTHS, TURNS = (128, 1000, 4000, 16000), 5

@@ -17,6 +17,7 @@ from pathlib import Path
 from torch import nn
 
 from demos.memories import Memory
+from formats.tokenizers import read_tokenizer
 from gpt_bounded_cache import GPT, BCTConfig, GPTConfig, SlidingWindowCache
 from pocket.evaluation import window_of_equal_bytes, windowed
 from pocket.recipes import MEMORY, Phase, Recipe, steps_and_tokens
@@ -25,7 +26,6 @@ from pocket.training import train
 from studies.bounding import study as bounding
 from studies.core import Rows, run_study
 from studies.recall.study import WideBCT
-from support.tokenizers import read_tokenizer
 
 GEOMETRY = {"vocab_size": VOCABULARY, "n_ctx": 512, "n_layer": 6, "n_head": 6, "n_embd": 192}
 MEMORIES = {  # options of a BCTConfig

@@ -48,6 +48,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from formats.layout import order_for_decoding
+from formats.tokenizers import END_OF_TEXT
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import NAMES, load_model, load_tokenizer
 from projector import (
@@ -82,12 +84,10 @@ from studies.projection.ways import (
     divergence,
     pocket_families,
 )
-from support.layout import order_for_decoding
 from support.printing import end_tokens_of
 from support.statistics import area_under_roc, bootstrap, ratio_of_sums, rouge_l, wilson_interval
 from support.texts import CAPITALS, Splits, read_pairs
 from support.timing import run_in_turns
-from support.tokenizers import END_OF_TEXT
 
 GOOD_LIMIT = 0.05  # the source's upper limit of KL in nats, and of the rise of perplexity
 BOTH_STAGE_WAYS = ("written", "proposed", "proposed-true")

@@ -34,6 +34,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from formats.chat import beginning_tokens, chat_form, encode_in_form, has_chat_form
+from formats.tokenizers import END_OF_TEXT
 from gpt_kv_cache import generate
 from load_gpt2_weights import NAMES, load_tokenizer
 from recycle import (
@@ -47,7 +49,6 @@ from recycle import (
 )
 from studies import core
 from studies.core import STUDIES_FOLDER, Rows, StudyLine, load_chosen_model, open_model_rows, report
-from support.chat import beginning_tokens, chat_form, encode_in_form, has_chat_form
 from support.cli import GEOMETRIES
 from support.conditions import is_geometry
 from support.encoders import load_encoder
@@ -56,7 +57,6 @@ from support.statistics import bootstrap
 from support.store import Store
 from support.texts import read_questions, read_texts
 from support.timing import run_in_turns, time_call, time_text
-from support.tokenizers import END_OF_TEXT
 
 WAYS = {"cold": "cold", "recycled": "longest", "published": "published"}  # recycle.py's names
 ENCODER = "all-MiniLM-L6-v2"  # of the recorded embeddings

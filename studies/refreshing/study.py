@@ -47,9 +47,11 @@ import torch
 from torch import Tensor, nn
 
 import overfill
+from formats.chat import question_form
+from formats.layout import order_for_decoding
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache, generate, sample
-from load_gpt2_weights import load_tokenizer
+from load_gpt2_weights import load_tokenizer, random_model
 from overfill import (
     Entropy,
     Gate,
@@ -76,9 +78,6 @@ from studies.core import (
     points_over,
     report,
 )
-from support.chat import question_form
-from support.conditions import random_model
-from support.layout import order_for_decoding
 from support.printing import end_tokens_of
 from support.statistics import area_under_roc, kl, repetition
 from support.texts import rows_of_tokens

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 
+from formats.chat import encode_prompt
 from pair import Pair, load_pair
 from pocket import corpus
 from pocket.evaluation import token_losses
@@ -32,7 +33,7 @@ from studies.core import RECORDED_MODELS, Rows, Setting, run_study
 from studies.refreshing.study import MODES, Texts, parameter_count_text
 from support.printing import end_tokens_of
 from support.statistics import repetition
-from support.texts import encode_prompt, read_prompts_of_kind
+from support.texts import read_prompts_of_kind
 from support.timing import TimedText, run_in_turns, time_text
 
 EXACT_DRAFTERS = {"exact": DRAFTERS["student"], "text": DRAFTERS["text"]}

