@@ -33,8 +33,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from formats.checkpoints import open_checkpoint
 from gpt_kv_cache import KVCache, check_options, context_start, generate, sample
-from load_gpt2_weights import NAMES, find_file, read_content
+from load_gpt2_weights import NAMES
 from pair import Pair, default_student, load_pair, splice_last
 from support.cli import CommandLine, DefaultCount, study_command, whole_number
 from support.files import check_fields
@@ -505,10 +506,10 @@ def parse_policy(text: str) -> Policy:
 def trained_dropout(name: str) -> float:
     """Return the dropout that a model was trained with, by its config.json; Hugging Face's default
     is 0.1 for a GPT-2, and 0 for a Llama. Raises ValueError if it is no number, or 0."""
-    path = find_file(name, "config.json")
-    config = read_content(path)
+    checkpoint = open_checkpoint(name)
+    config = checkpoint.config()
     config.setdefault("resid_pdrop", 0.1 if config.get("model_type", "gpt2") == "gpt2" else 0.0)
-    rate = check_fields(config, str(path), resid_pdrop=float)["resid_pdrop"]
+    rate = check_fields(config, checkpoint.where, resid_pdrop=float)["resid_pdrop"]
     if not rate:
         raise ValueError(f"{name} was trained without dropout: passes with it say nothing")
     return float(rate)

@@ -17,8 +17,9 @@ import tiktoken
 import torch
 from torch import Tensor, nn
 
+from formats.names import split_twin
 from gpt_kv_cache import KVCache, context_start
-from load_gpt2_weights import load_model, load_tokenizer, split_twin
+from load_gpt2_weights import load_model, load_tokenizer
 from support.geometry import kv_heads, rotary_settings
 
 

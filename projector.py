@@ -42,11 +42,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from formats.gguf_files import SMOLLM2
+from formats.names import POCKET, SMOLLM2
+from formats.tensors import read_weights
 from formats.tokenizers import END_OF_TEXT
 from gpt_kv_cache import KVCache, check_options, generate
 from llama_kv_cache import rotate, rotation
-from load_gpt2_weights import POCKET, load_model, load_tokenizer, read_weights
+from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from recycle import prefilled_cache
 from support.cli import CommandLine, utf8

@@ -26,9 +26,10 @@ from benchmarks.contenders import measure_contender, measure_floors
 from benchmarks.processes import run_in_processes
 from benchmarks.runners import BASE, CONTENDERS, LLAMAS, WITHOUT, Setup, base_of, exported
 from benchmarks.words import Figures, render_words
+from formats.checkpoints import open_checkpoint
 from gpt_kv_cache import GPT, GPTConfig, KVCache
 from llama_kv_cache import Llama, LlamaConfig
-from load_gpt2_weights import find_file, load_model, random_model
+from load_gpt2_weights import load_model, random_model
 from support.cli import CommandLine, whole_number, writable_folder
 from support.conditions import SIZES, conditions
 from support.files import read_json, write_json
@@ -50,7 +51,7 @@ def weights_folder(model: str) -> AbstractContextManager[Path]:
         return exported(Llama(LlamaConfig(n_ctx=1024)))
     if model in SIZES:
         return exported(random_model(GPT, model))
-    return nullcontext(find_file(model, "config.json").parent)
+    return nullcontext(open_checkpoint(model).path)
 
 
 def describe_run(args: argparse.Namespace, folder: Path) -> Figures:

@@ -25,9 +25,10 @@ import gpt_bounded_cache
 import gpt_kv_cache
 import llama_kv_cache
 from benchmarks.llama_cpp import LlamaCpp
+from formats.checkpoints import open_checkpoint
 from formats.layout import order_for_decoding
 from gpt_kv_cache import GPT
-from load_gpt2_weights import load_model, read_tensors
+from load_gpt2_weights import load_model
 from pocket.checkpoints import export
 from support.files import import_file, read_json
 
@@ -240,7 +241,7 @@ class FromScratch:
             raise ValueError(f"needs --peer-path with {file_name}")
         model = import_file(setup.peer / file_name).GPTModel(peer_config(setup.folder))
         self.model = model.eval().to(setup.device)
-        load_peer_weights(self.model, read_tensors(str(setup.folder)))
+        load_peer_weights(self.model, open_checkpoint(str(setup.folder)).tensors())
 
     @torch.inference_mode()
     def start(self, ids: Tensor) -> Iterator[Tensor]:

@@ -19,9 +19,10 @@ from transformers.cache_utils import QuantizedCache as TheirQuantizedCache
 
 from borrow.transformers_cache import TransformersCache, argument_of
 from compress import QuantizedCache, SmallNormCache
+from formats.gguf_files import find_smollm2
 from gpt_bounded_cache import PreallocatedCache, SlidingWindowCache
 from gpt_kv_cache import KVCache
-from load_gpt2_weights import find_file, load_tokenizer
+from load_gpt2_weights import load_tokenizer
 from support.conditions import processor_name
 from support.files import read_text, write_json
 from support.statistics import kl
@@ -62,7 +63,7 @@ def held_bytes(held: Any) -> int:
 
 def measure() -> dict[str, Any]:
     """Return the rows of the table by the cache's name, and the conditions."""
-    path = find_file("smollm2", "config.json")
+    path = find_smollm2()
     options = {"gguf_file": path.name, "dtype": torch.float32}
     model = AutoModelForCausalLM.from_pretrained(path.parent, **options).eval()
     ids = load_tokenizer("smollm2").encode(read_text(TEXT))[: PROMPT + DECODED]

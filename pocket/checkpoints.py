@@ -10,9 +10,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import gpt_bounded_cache as bounded
+from formats.checkpoints import open_checkpoint
+from formats.configs import LLAMA_FIELDS
+from formats.tensors import public_parts
 from gpt_kv_cache import GPT, GPTConfig
 from llama_kv_cache import Llama
-from load_gpt2_weights import LLAMA_FIELDS, find_file, public_parts
 from pocket import coherence, corpus
 from pocket.evaluation import measure
 from pocket.recipes import TEACHER, Recipe, steps_and_tokens
@@ -117,7 +119,7 @@ def model_card(recipe: Recipe, model: torch.nn.Module, figures: dict) -> str:
             stories.append((opening, written(opening, **options)))
         fields |= {"closed_book": len(known), "samples": samples, "stories": stories}
     elif recipe.kind == "llama":
-        fields["known"] = read_json(find_file("pocket", "figures.json"))
+        fields["known"] = read_json(HERE / "teacher" / "figures.json")
     return environment(HERE).get_template("card.md.jinja").render(fields)
 
 
@@ -127,7 +129,7 @@ def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> Non
     model = model.half().float()
     export(model, folder, end_token=recipe.tokenizer.eot_token)  # first: what follows takes minutes
     if recipe.init and folder.resolve().parent != HERE:
-        source = find_file(recipe.init, "config.json").parent.resolve()
+        source = open_checkpoint(recipe.init).path.resolve()
         if source.parent == HERE:
             source = TOKENIZER.parent
         for name in TOKENIZER_FILES:

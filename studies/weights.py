@@ -14,14 +14,13 @@ import gpt_baseline
 import gpt_bounded_cache
 import gpt_kv_cache
 from compress import read_in_pieces
+from formats.checkpoints import open_checkpoint
+from formats.configs import kind_of, read_config
 from llama_kv_cache import Llama
 from load_gpt2_weights import (
     NAMES,
-    find_file,
-    kind_of,
     load_model,
     load_tokenizer,
-    read_config,
 )
 from recycle import DATA
 from studies.core import StudyLine
@@ -58,7 +57,8 @@ def compare_lecture_files(
     Raises OSError or ValueError, as load_model() does, if the weights can't be had or read."""
     tokenizer = load_tokenizer(model_name)
     prompt = torch.tensor([tokenizer.encode(PROMPT)], device=device)
-    is_llama = kind_of(read_config(find_file(model_name, "config.json"), None)) == "Llama"
+    checkpoint = open_checkpoint(model_name)
+    is_llama = kind_of(read_config(checkpoint.config(), checkpoint.where)) == "Llama"
     agreements, first_text, first_logits = {}, None, None
     for file, (module, new_cache) in LECTURE_FILES.items():
         model_class = Llama if is_llama else module.GPT

@@ -11,9 +11,10 @@ import benchmarks.__main__ as bench
 from benchmarks import processes, report, runners
 from benchmarks.contenders import time_contender
 from benchmarks.runners import BASE, CONTENDERS, LLAMA, LLAMAS, Int8, Setup, is_exact
+from formats.checkpoints import open_checkpoint
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from llama_kv_cache import Llama, LlamaConfig
-from load_gpt2_weights import load_model, read_tensors
+from load_gpt2_weights import load_model
 from pocket.checkpoints import export
 from support.files import read_json
 from tests.helpers import N_CTX, process, refused, start
@@ -77,7 +78,7 @@ def test_equal_weights_give_equal_tokens(name: str, folder: Path) -> None:
 def test_weights_reach_the_names_of_llms_from_scratch(folder: Path) -> None:
     theirs = pytest.importorskip("llms_from_scratch.kv_cache.gpt2")
     model = theirs.GPTModel(runners.peer_config(folder)).eval()
-    runners.load_peer_weights(model, read_tensors(str(folder)))
+    runners.load_peer_weights(model, open_checkpoint(str(folder)).tensors())
     ids = prompt()
     with torch.no_grad():
         expected = load_model(str(folder), model_class=GPT)(ids)

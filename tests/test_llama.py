@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+import unicodedata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import load_gpt2_weights as loader
-from formats.chat import chat_form, encode_question, question_form
+from formats.chat import beginning_tokens, chat_form, encode_question, question_form
 from formats.tokenizers import LLAMA3_PATTERN
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT
@@ -338,7 +339,7 @@ def test_ids_are_those_of_the_tokenizers_library(kind: str, tmp_path: Path) -> N
     expected = real_form(kind, tmp_path)
     ours = loader.load_tokenizer(str(tmp_path))
     begin = [expected.token_to_id("<|begin_of_text|>")] if kind == "Llama 3" else []
-    assert [*ours.start_ids] == begin and len(ours.end_ids) == 2
+    assert beginning_tokens(ours) == begin and len(ours.end_ids) == 2
     lines = [line for whole in corpus() for line in whole.splitlines(keepends=True)]
     decomposed = [
         "cafe\u0301 <|im_end|>\u0338 \u212b",
@@ -350,7 +351,8 @@ def test_ids_are_those_of_the_tokenizers_library(kind: str, tmp_path: Path) -> N
         assert ours.encode(text, allowed_special="all") == ids, text
         if "<|" not in text:
             assert ours.encode_ordinary(text) == ids[len(begin) :]
-        assert ours.decode(ids[len(begin) :]) == ours.normalized(text)
+            shown = unicodedata.normalize("NFC", text) if kind == "Qwen" else text
+            assert ours.decode(ids[len(begin) :]) == shown
     special = "<|eot_id|>" if kind == "Llama 3" else "<|im_end|>"
     text = f"one{special}two"
     assert ours.encode(text, allowed_special="all") == expected.encode(text).ids
@@ -380,7 +382,7 @@ def test_ids_are_those_of_the_tokenizers_library_on_llama_3s_real_vocabulary(
     write_llama3(tmp_path)
     shutil.copy(llama3_file, tmp_path)
     ours = loader.load_tokenizer(str(tmp_path))
-    special = sorted(ours._special_tokens, key=ours._special_tokens.get)
+    special = sorted(ours.added_ids, key=ours.added_ids.get)
     expected = TikTokenConverter(str(llama3_file), extra_special_tokens=special).converted()
     expected.save(str(tmp_path / "tokenizer.json"))
     again = loader.load_tokenizer(str(tmp_path))
@@ -393,7 +395,7 @@ def test_ids_are_those_of_the_tokenizers_library_on_llama_3s_real_vocabulary(
         assert ours.decode(ids) == text
     assert ours.n_vocab == 128_256 and ours.end_ids == (128_001, 128_009)
     for name, number in (("begin_of_text", 128_000), ("eot_id", 128_009), ("python_tag", 128_010)):
-        assert ours._special_tokens[f"<|{name}|>"] == number  # as the model card has them
+        assert ours.added_ids[f"<|{name}|>"] == number  # as the model card has them
 
 
 @pytest.mark.slow
@@ -408,39 +410,6 @@ def test_llama_3s_file_needs_every_rank_and_an_end(llama3_file: Path, tmp_path: 
         (tmp_path / "tokenizer.model").write_text(content)
         with pytest.raises(ValueError, match=said):
             loader.load_tokenizer(str(tmp_path))
-
-
-SPLIT = {"type": "Split", "pattern": {"Regex": "(("}, "behavior": "Isolated", "invert": False}
-BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda t: t["model"].update(type="WordPiece"), "type is 'WordPiece'"),
-        (lambda t: t.update(normalizer={"type": "NFKC"}), "type is 'NFKC'"),
-        (lambda t: t["model"]["merges"].reverse(), "ids in the order of its merges"),
-        (lambda t: t.update(pre_tokenizer={"type": "Whitespace"}), "type is 'Whitespace'"),
-        (lambda t: t["added_tokens"][0].update(lstrip=True), "lstrip is True"),
-        (lambda t: t.update(added_tokens=[]), "merges lack the one"),
-        (lambda t: t["added_tokens"][0].update(id=300), "is given the id 300"),
-        (lambda t: t["added_tokens"][0].update(id=-1), "is given the id -1"),
-        (lambda t: t["model"]["vocab"].popitem(), "of a byte-level BPE"),
-        (lambda t: t.update(pre_tokenizer="ByteLevel"), "must be an object"),
-        (lambda t: t.update(post_processor={"single": [{"A": 1}]}), "lacks type"),
-        (lambda t: t["pre_tokenizer"].update(pretokenizers=[SPLIT, BYTES]), "is broken"),
-    ],
-)
-def test_a_tokenizer_of_another_kind_is_one_sentence(
-    change: Any, said: str, tmp_path: Path
-) -> None:
-    real_form("SmolLM2", tmp_path)
-    content = json.loads((tmp_path / "tokenizer.json").read_text())
-    change(content)
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=said) as error:
-        loader.load_tokenizer(str(tmp_path))
-    assert "tokenizer.json" in str(error.value)
 
 
 def test_a_character_without_a_token_is_one_sentence(tmp_path: Path) -> None:
@@ -498,7 +467,7 @@ def test_a_question_has_the_form_of_the_published_template(
 ) -> None:
     library = real_form(kind, tmp_path)
     ours = loader.load_tokenizer(str(tmp_path))
-    begin = "".join(library.id_to_token(i) for i in ours.start_ids)
+    begin = "".join(library.id_to_token(i) for i in beginning_tokens(ours))
     rendered = jinja2.Template(template).render
     for text in ("Why is the sky blue?", "{braces} {0}\n\nand a line"):
         messages = [{"role": "user", "content": text}]
@@ -607,13 +576,13 @@ def test_what_is_typed_is_text(kind: str, typed: str, tmp_path: Path) -> None:
     before, mark, head = before.rpartition("|>")
     tail, other_mark, after = after.partition("<|")
     parts = [f"{before}{mark}", f"{head}{typed}{tail}", f"{other_mark}{after}"]
-    expected = [*ours.start_ids]
+    expected = beginning_tokens(ours)
     for part in parts:
         library.encode_special_tokens = part == parts[1]  # which the library leaves to its caller
         expected += library.encode(part, add_special_tokens=False).ids
     assert encode_question(typed, ours) == expected
-    n_special = sum(token in ours._special_tokens.values() for token in expected)
-    assert n_special == question_form(ours).count("<|") + len(ours.start_ids)
+    n_special = sum(token in ours.added_ids.values() for token in expected)
+    assert n_special == question_form(ours).count("<|") + len(beginning_tokens(ours))
 
 
 def test_the_script_compares_traces_and_asks(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ SUITES = {
     "gpt_kv_cache": ["test_kv_cache.py", "test_equivalence.py"],
     "gpt_bounded_cache": ["test_bounded_cache.py", "test_kv_cache.py"],
     "llama_kv_cache": ["test_llama.py"],
-    "load_gpt2_weights": ["test_llama.py"],
+    "formats.configs": ["test_llama.py"],
     "paged": ["test_paged.py"],
     "speculate": ["test_speculate.py"],
     "compress": ["test_compress.py"],

@@ -13,10 +13,10 @@ if __name__ == "__main__":
 import shutil
 from pathlib import Path
 
-from load_gpt2_weights import HERE, load_tokenizer
+from load_gpt2_weights import load_tokenizer
 from support.cli import CommandLine
 
-TEACHER = HERE / "pocket" / "teacher"
+TEACHER = Path(__file__).resolve().parents[2] / "pocket" / "teacher"
 
 
 def export(folder: Path) -> None:

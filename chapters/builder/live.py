@@ -6,7 +6,8 @@ import json
 import torch
 
 from chapters.builder.blocks import CHAPTERS
-from load_gpt2_weights import load_model, round_matrix
+from formats.tensors import round_matrix
+from load_gpt2_weights import load_model
 from pocket.tokenizer import TOKENIZER
 from support.files import read_text
 

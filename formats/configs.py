@@ -1,0 +1,205 @@
+"""From the content of a config.json to the config of one of our models."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from torch import nn
+
+from support.files import check_fields
+
+# Fields of config.json for which our models support only some values, and these values.
+SUPPORTED = {
+    "GPT-2": {
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "layer_norm_epsilon": (1e-5,),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+        "tie_word_embeddings": (True,),
+        "quantization_config": (None,),
+    },
+    "Llama": {
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "pretraining_tp": (1,),
+        "partial_rotary_factor": (1.0,),
+        "quantization_config": (None,),
+    },
+}
+# By config.json's model_type; BCT is ours: a GPT-2 with memory slots.
+KIND_OF_MODEL_TYPE = {
+    "gpt2": "GPT-2",
+    "llama": "Llama",
+    "mistral": "Llama",
+    "qwen2": "Llama",
+    "qwen3": "Llama",
+    "bct": "BCT",
+}
+# Fields of LlamaConfig that the model_type decides.
+FIELDS_OF_MODEL_TYPE = {"qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
+SCRIPT_OF_KIND = {
+    "GPT-2": "gpt_kv_cache.py can read it",
+    "Llama": "llama_kv_cache.py, lecture 4, can read it, and compress.py write also in a window",
+    "BCT": "gpt_bounded_cache.py --memory bct can read it",
+}
+# Fields that every file has to give.
+REQUIRED = ("vocab_size", "n_ctx", "n_layer", "n_head", "n_embd")
+LLAMA_FIELDS = {  # Hugging Face's name: LlamaConfig's
+    "tie_word_embeddings": "tied",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "n_ctx",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "num_key_value_heads": "n_kv_head",
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "head_dim": "head_dim",
+    "rms_norm_eps": "norm_eps",
+}
+LLAMA_DEFAULTS = {  # those of transformers
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "layer_types": [],
+    "use_sliding_window": True,
+}
+DEFAULTS_OF_MODEL_TYPE = {  # those of transformers that differ from a Llama's
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32, "use_sliding_window": False},
+    "qwen3": {"num_key_value_heads": 32, "use_sliding_window": False, "head_dim": 128},
+}
+LLAMA3_SCALING = {  # the fields that rope_type llama3 needs, to scale frequencies
+    "factor": float,
+    "low_freq_factor": float,
+    "high_freq_factor": float,
+    "original_max_position_embeddings": int,
+}
+
+
+def default_class(kind: str) -> type[nn.Module]:
+    """Return the class that a model of a kind is loaded as by default."""
+    import gpt_kv_cache
+    import llama_kv_cache
+
+    return llama_kv_cache.Llama if kind == "Llama" else gpt_kv_cache.GPT
+
+
+def kind_of(config: Any) -> str:
+    """Return the kind of model that a config, or the class of one, describes: a key of SCRIPT_OF_KIND."""
+    if hasattr(config, "rope_theta"):
+        return "Llama"
+    return "BCT" if hasattr(config, "slots") else "GPT-2"
+
+
+def read_config(content: dict[str, Any], where: str, config_class: type | None = None) -> Any:
+    """Return the config that the content of a config.json describes.
+
+    where: the file to name in an error; config_class: the class of config that the file must
+    describe; None: a GPT-2's or a Llama's, as the file says. Dropout stays 0 whatever the file
+    says, since a loaded model is for inference.
+    Raises ValueError if the file says something that our models can't represent.
+    """
+    model_type = content.get("model_type") or "gpt2"
+    check_choice(where, "model_type", model_type, [*KIND_OF_MODEL_TYPE])
+    content = DEFAULTS_OF_MODEL_TYPE.get(model_type, {}) | content
+    content = {key: value for key, value in content.items() if value is not None}
+    kind = KIND_OF_MODEL_TYPE[model_type]
+    config_class = config_class or default_class(kind).config_class
+    if kind != kind_of(config_class):
+        raise ValueError(f"{where} describes a {kind}: {SCRIPT_OF_KIND[kind]}")
+    for key, supported in SUPPORTED["Llama" if kind == "Llama" else "GPT-2"].items():
+        if key in content:
+            check_choice(where, key, content[key], supported)
+    types = {}  # of each field of the config
+    for field in fields(config_class):
+        types[field.name] = int if field.default is None else type(field.default)
+    read_fields = llama_fields if kind == "Llama" else gpt2_fields
+    values = read_fields(content, types, where)
+    try:
+        return config_class(**values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def gpt2_fields(content: dict[str, Any], types: dict[str, type], where: str) -> dict[str, Any]:
+    """Return the fields of a GPT-2's config, or a BCT's, from the content of a config.json."""
+    if "n_positions" in content:  # Hugging Face's name for n_ctx; older files have both
+        content = content | {"n_ctx": content["n_positions"]}
+    names = {name: name for name in types if name != "dropout"}
+    return select_fields(content, names, types, REQUIRED, where)
+
+
+def llama_fields(content: dict[str, Any], types: dict[str, type], where: str) -> dict[str, Any]:
+    """Return the fields of a Llama's config from the content of a config.json."""
+    content = LLAMA_DEFAULTS | content
+    values = select_fields(content, LLAMA_FIELDS, types, (*REQUIRED, "n_inner"), where)
+    if not values["norm_eps"] > 0:
+        raise ValueError(f"{where}: rms_norm_eps must be more than 0, got {values['norm_eps']}")
+    check_fields(content, where, layer_types=list, use_sliding_window=bool)
+    known_types, n_ctx = ["full_attention"], values["n_ctx"]
+    if content["use_sliding_window"] and "sliding_window" in content:
+        window = check_fields(content, where, sliding_window=int)["sliding_window"]
+        known_types.append("sliding_attention")  # which is full as well, with such a window:
+        if window < n_ctx:
+            raise ValueError(
+                f"{where}: sliding_window is {window}, and must be null or at least "
+                f"max_position_embeddings, {n_ctx}: windows aren't supported"
+            )
+    for layer_type in content["layer_types"]:
+        check_choice(where, "layer_types", layer_type, known_types)
+    values.setdefault("n_kv_head", values["n_head"])
+    return (
+        values | FIELDS_OF_MODEL_TYPE.get(content["model_type"], {}) | rotary_fields(content, where)
+    )
+
+
+def select_fields(
+    content: dict[str, Any],
+    names: dict[str, str],
+    types: dict[str, type],
+    required: Sequence[str],
+    where: str,
+) -> dict[str, Any]:
+    """Return the values that a config.json gives to our fields. names: our field's name by Hugging
+    Face's. Raises ValueError if a value has another type, or a required one is missing."""
+    given = {}
+    for public, field in names.items():
+        if public in content or field in required:
+            given[public] = field
+    check_fields(content, where, **{public: types[field] for public, field in given.items()})
+    return {field: content[public] for public, field in given.items()}
+
+
+def check_choice(where: str, key: str, value: object, supported: Sequence[object]) -> None:
+    """Raise ValueError if a value in a config.json is none of those that our models support."""
+    if value not in supported:
+        known = " or ".join(map(repr, supported))
+        raise ValueError(f"{where}: {key} is {value!r}, and only {known} is supported")
+
+
+def rotary_fields(content: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return rope_theta and rope_scaling of a Llama's config. Newer files have rope_parameters, older ones rope_theta
+    and rope_scaling."""
+    rope_where = f"rope_parameters of {where}"
+    rope = content.get("rope_parameters", content.get("rope_scaling", {}))
+    rope = {"rope_theta": content.get("rope_theta", 10_000.0)} | check_fields(rope, rope_where)
+    types = {"rope_theta": float}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    check_choice(where, "rope_type", rope_type, ["default", "llama3"])
+    check_choice(where, "partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), [1.0])
+    if rope_type == "llama3":
+        types |= LLAMA3_SCALING
+    check_fields(rope, rope_where, **types)
+    for name in types:
+        if not rope[name] > 0:
+            raise ValueError(f"{rope_where}: {name} must be more than 0, got {rope[name]}")
+    theta, *scaling = [number(rope[name]) for name, number in types.items()]
+    if not scaling:
+        return {"rope_theta": theta}
+    _, low, high, _ = scaling
+    if not low < high:
+        raise ValueError(
+            f"{rope_where}: low_freq_factor, {low}, must be less than high_freq_factor, {high}"
+        )
+    return {"rope_theta": theta, "rope_scaling": tuple(scaling)}
