@@ -14,8 +14,8 @@ from torch import nn
 
 from formats.checkpoints import open_checkpoint
 from formats.configs import default_class, kind_of, read_config
-from formats.layout import order_for_decoding
 from formats.names import NAMES, RANDOM, split_twin
+from formats.products import order_for_decoding
 from formats.tensors import check_sizes, choose_dtype, copy_tensors, drop_head, round_weights
 from formats.tokenizers import Numbers, Tokenizer, gpt2_tokenizer
 from support.cli import CommandLine

@@ -26,7 +26,7 @@ import gpt_kv_cache
 import llama_kv_cache
 from benchmarks.llama_cpp import LlamaCpp
 from formats.checkpoints import open_checkpoint
-from formats.layout import order_for_decoding
+from formats.products import order_for_decoding
 from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model
 from pocket.checkpoints import export

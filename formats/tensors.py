@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from formats.configs import kind_of
-from formats.layout import is_faster
+from formats.products import is_faster
 from support.files import regular_file
 
 LLAMA_TENSORS = {  # our parameter: the tensors that it joins, matrices as (out, in)

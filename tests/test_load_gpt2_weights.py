@@ -31,8 +31,8 @@ from torch import Tensor
 import load_gpt2_weights as loader
 from formats.checkpoints import open_checkpoint
 from formats.configs import SUPPORTED
-from formats.layout import is_faster
 from formats.names import PUBLIC, split_twin
+from formats.products import is_faster
 from formats.tensors import round_weights
 from formats.tokenizers import GPT2_PATTERN, Numbers, byte_characters
 from gpt_baseline import GPT as BaselineGPT

@@ -29,7 +29,7 @@ SUITES = {
     "paged": ["test_paged.py"],
     "speculate": ["test_speculate.py"],
     "compress": ["test_compress.py"],
-    "formats.layout": ["test_load_gpt2_weights.py"],
+    "formats.products": ["test_load_gpt2_weights.py"],
 }
 # Which tests of these are enough, by the longest beginning of the mutant's name: to be quick.
 ENOUGH = {

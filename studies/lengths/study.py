@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from compress import read_in_pieces
-from formats.layout import order_for_decoding
+from formats.products import order_for_decoding
 from gpt_bounded_cache import (
     BCT,
     GPT,

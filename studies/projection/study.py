@@ -48,7 +48,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from formats.layout import order_for_decoding
+from formats.products import order_for_decoding
 from formats.tokenizers import END_OF_TEXT
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import NAMES, load_model, load_tokenizer

@@ -48,7 +48,7 @@ from torch import Tensor, nn
 
 import overfill
 from formats.chat import question_form
-from formats.layout import order_for_decoding
+from formats.products import order_for_decoding
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache, generate, sample
 from load_gpt2_weights import load_tokenizer, random_model
