@@ -74,7 +74,7 @@ def assert_equal(model: Llama, expected: Any) -> None:
 def test_a_model_equals_transformers(name: str, tmp_path: Path) -> None:
     expected = reference(tmp_path, **GEOMETRIES[name])
     model = load_model(str(tmp_path))
-    assert type(model) is Llama
+    assert isinstance(model, Llama)
     assert_equal(model, expected)
     ids = ids_of(1, 9)
     wanted = expected.generate(
@@ -214,7 +214,7 @@ def test_a_file_of_another_kind_names_its_reader(tmp_path: Path) -> None:
         load_model(str(tmp_path), model_class=GPT)
     with pytest.raises(ValueError, match=r"describes a GPT-2: gpt_kv_cache\.py can read it"):
         load_model("pocket", model_class=Llama)
-    assert type(load_model("pocket")) is GPT
+    assert isinstance(load_model("pocket"), GPT)
 
 
 def test_swapped_heads_are_noticed(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ SUITES = {
     "paged": ["test_paged.py"],
     "speculate": ["test_speculate.py"],
     "compress": ["test_compress.py"],
-    "formats.products": ["test_load_gpt2_weights.py"],
+    "formats.products": ["test_products.py", "test_load_gpt2_weights.py"],
 }
 # Which tests of these are enough, by the longest beginning of the mutant's name: to be quick.
 ENOUGH = {
@@ -47,6 +47,7 @@ ENOUGH = {
     "layout": "dtype or onednn or converted",
     "llama": "transformers or window or halves or bfloat16",
     "loader": "one_sentence",
+    "products": "product or text",
     "paged": "not bare_run and not serve_continues and not bad_input",
     "ring": "window or ring or any_feeding or plain_causal",
     "preallocated": "preallocated",
