@@ -84,11 +84,6 @@ class KVCache:  # NEW
         self.layers = layers or []  # NEW  each layer's keys and values (2, B, H, S, D)
         self.pos = torch.empty(0, dtype=torch.long) if pos is None else pos  # NEW  (S,)
 
-    def positions(self, T: int) -> Tensor:  # NEW
-        """Return the positions (T,) at which the next T tokens are read."""
-        start = self.pos.max() + 1 if len(self.pos) > 0 else 0  # NEW
-        return start + torch.arange(T, device=self.pos.device)  # NEW
-
     def append(self, layer: int, k: Tensor, v: Tensor,  # NEW
                pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # NEW
         """Add a layer's keys and values (B, H, T, D) of the tokens at positions pos (T,).
@@ -107,16 +102,21 @@ class KVCache:  # NEW
                 mask = torch.cat([self.pos, pos]) <= pos[:, None]  # NEW  up to one's own position
         return kv[0], kv[1], mask  # NEW
 
+    def commit(self, pos: Tensor) -> None:  # NEW
+        """Count the tokens at positions pos (T,) as read: what was appended for them now counts."""
+        self.pos = torch.cat([self.pos, pos]) if len(self) else pos  # NEW
+
+    def positions(self, T: int) -> Tensor:  # NEW
+        """Return the positions (T,) at which the next T tokens are read."""
+        start = self.pos.max() + 1 if len(self.pos) > 0 else 0  # NEW
+        return start + torch.arange(T, device=self.pos.device)  # NEW
+
     def check(self, held: Tensor, new: Tensor) -> None:  # NEW
         """Raise ValueError if new keys and values (2, B, H, T, D) can't follow the held ones."""
         expected = [*held.shape[1:3], held.size(4), held.dtype, held.device]  # NEW
         given = [*new.shape[1:3], new.size(4), new.dtype, new.device]  # NEW
         if given != expected:  # NEW
             raise ValueError(f"a cache for [B, H, D, dtype, device] {expected} got {given}")  # NEW
-
-    def commit(self, pos: Tensor) -> None:  # NEW
-        """Count the tokens at positions pos (T,) as read: what was appended for them now counts."""
-        self.pos = torch.cat([self.pos, pos]) if len(self) else pos  # NEW
 
     def truncate(self, n: int) -> None:  # NEW
         """Keep the first n tokens and free the rest. Raises ValueError if there are fewer."""
