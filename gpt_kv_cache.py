@@ -76,7 +76,7 @@ class KVCache:  # NEW
       fails changes nothing;
     - len(), the number of tokens read; nbytes, their memory; layers, an entry for each layer;
     - truncate(), which keeps the first tokens; to() and clone(), which copy the cache;
-    - snapshot(), which says for traces what token is in each slot; table(), the same for people.
+    - snapshot(), which says what token is in each slot; show() of support/printing.py prints it.
     """
 
     def __init__(self, layers: list[Tensor] | None = None,  # NEW
@@ -145,22 +145,6 @@ class KVCache:  # NEW
     def snapshot(self) -> dict[str, object]:  # NEW
         """Return the position of the token in each slot, and how many slots there are."""
         return {"slots": self.pos.tolist(), "size": len(self)}  # NEW
-
-    def table(self, tokens: list[str] | tuple[str, ...] = ()) -> str:  # NEW
-        """Return the geometry and a line per slot: position and, if tokens are given, its token."""
-        shape = "empty"  # NEW
-        if len(self) > 0:  # NEW
-            shape = (len(self.layers), *self.layers[0][..., : len(self.pos), :].shape)  # NEW
-        rows = []  # NEW
-        for slot, position in enumerate(self.pos.tolist()):  # NEW
-            token = repr(tokens[position]) if position < len(tokens) else ""  # NEW
-            rows.append(f"{slot:6}{position:10}  {token}")  # NEW
-        if len(rows) > 16:  # NEW
-            rows[8:-8] = ["   ..."]  # NEW
-        head = f"KV cache (L, 2, B, H, S, D): {shape}, {self.nbytes:,} bytes"  # NEW
-        return "\n".join([head, "  slot  position  token", *rows])  # NEW
-
-    __str__ = __repr__ = table  # NEW
 
 
 class Attention(nn.Module):
