@@ -139,13 +139,6 @@ class CompressedCache(KVCache):
             size = sum(part.size(3) for part in self.parts(self.layers[0]))
         return {"slots": [], "size": size}
 
-    def table(self, tokens: list[str] | tuple[str, ...] = ()) -> str:
-        """Return a line that says how much is held; tokens aren't shown."""
-        held = self.snapshot()["size"]
-        return f"{type(self).__name__}: {len(self)} tokens read, {held} held, {self.nbytes:,} bytes"
-
-    __str__ = __repr__ = table
-
 
 class RoundedTokens(NamedTuple):
     """What a layer of a QuantizedCache holds: N groups of G rounded tokens, and the latest tokens

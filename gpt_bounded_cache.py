@@ -76,18 +76,13 @@ class KVCache:  # NEW
       fails changes nothing;
     - len(), the number of tokens read; nbytes, their memory; layers, an entry for each layer;
     - truncate(), which keeps the first tokens; to() and clone(), which copy the cache;
-    - snapshot(), which says for traces what token is in each slot; table(), the same for people.
+    - snapshot(), which says what token is in each slot; show() of support/printing.py prints it.
     """
 
     def __init__(self, layers: list[Tensor] | None = None,  # NEW
                  pos: Tensor | None = None) -> None:  # NEW
         self.layers = layers or []  # NEW  each layer's keys and values (2, B, H, S, D)
         self.pos = torch.empty(0, dtype=torch.long) if pos is None else pos  # NEW  (S,)
-
-    def positions(self, T: int) -> Tensor:  # NEW
-        """Return the positions (T,) at which the next T tokens are read."""
-        start = self.pos.max() + 1 if len(self.pos) > 0 else 0  # NEW
-        return start + torch.arange(T, device=self.pos.device)  # NEW
 
     def append(self, layer: int, k: Tensor, v: Tensor,  # NEW
                pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # NEW
@@ -107,16 +102,21 @@ class KVCache:  # NEW
                 mask = torch.cat([self.pos, pos]) <= pos[:, None]  # NEW  up to one's own position
         return kv[0], kv[1], mask  # NEW
 
+    def commit(self, pos: Tensor) -> None:  # NEW
+        """Count the tokens at positions pos (T,) as read: what was appended for them now counts."""
+        self.pos = torch.cat([self.pos, pos]) if len(self) else pos  # NEW
+
+    def positions(self, T: int) -> Tensor:  # NEW
+        """Return the positions (T,) at which the next T tokens are read."""
+        start = self.pos.max() + 1 if len(self.pos) > 0 else 0  # NEW
+        return start + torch.arange(T, device=self.pos.device)  # NEW
+
     def check(self, held: Tensor, new: Tensor) -> None:  # NEW
         """Raise ValueError if new keys and values (2, B, H, T, D) can't follow the held ones."""
         expected = [*held.shape[1:3], held.size(4), held.dtype, held.device]  # NEW
         given = [*new.shape[1:3], new.size(4), new.dtype, new.device]  # NEW
         if given != expected:  # NEW
             raise ValueError(f"a cache for [B, H, D, dtype, device] {expected} got {given}")  # NEW
-
-    def commit(self, pos: Tensor) -> None:  # NEW
-        """Count the tokens at positions pos (T,) as read: what was appended for them now counts."""
-        self.pos = torch.cat([self.pos, pos]) if len(self) else pos  # NEW
 
     def truncate(self, n: int) -> None:  # NEW
         """Keep the first n tokens and free the rest. Raises ValueError if there are fewer."""
@@ -145,22 +145,6 @@ class KVCache:  # NEW
     def snapshot(self) -> dict[str, object]:  # NEW
         """Return the position of the token in each slot, and how many slots there are."""
         return {"slots": self.pos.tolist(), "size": len(self)}  # NEW
-
-    def table(self, tokens: list[str] | tuple[str, ...] = ()) -> str:  # NEW
-        """Return the geometry and a line per slot: position and, if tokens are given, its token."""
-        shape = "empty"  # NEW
-        if len(self) > 0:  # NEW
-            shape = (len(self.layers), *self.layers[0][..., : len(self.pos), :].shape)  # NEW
-        rows = []  # NEW
-        for slot, position in enumerate(self.pos.tolist()):  # NEW
-            token = repr(tokens[position]) if position < len(tokens) else ""  # NEW
-            rows.append(f"{slot:6}{position:10}  {token}")  # NEW
-        if len(rows) > 16:  # NEW
-            rows[8:-8] = ["   ..."]  # NEW
-        head = f"KV cache (L, 2, B, H, S, D): {shape}, {self.nbytes:,} bytes"  # NEW
-        return "\n".join([head, "  slot  position  token", *rows])  # NEW
-
-    __str__ = __repr__ = table  # NEW
 
 
 class SlidingWindowCache(KVCache):  # RING
@@ -616,13 +600,6 @@ class BoundedMemory(KVCache):  # BCT
         mass = [round(number, 3) for number in mass[0, 0, :, 0].tolist()]  # BCT
         held = {"slots": [*range(len(self) - size, len(self))], "size": size}  # BCT
         return {**held, "mass": mass, "what": what, "layer": layer}  # BCT
-
-    def table(self, tokens: list[str] | tuple[str, ...] = ()) -> str:  # BCT
-        """Return one line, since no slot stands for a single token."""
-        layers = f"{len(self.layers)} layers after {len(self)} tokens"  # BCT
-        return f"BCT memory of {layers}: {self.nbytes:,} bytes"  # BCT
-
-    __str__ = __repr__ = table  # BCT
 
 
 class WriteMemory(nn.Module):  # BCT

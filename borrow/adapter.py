@@ -147,9 +147,8 @@ class Adapter(nn.Module):
         draw, kind = torch.Generator().manual_seed(0), type(self.model).__name__
         ids = torch.randint(self.config.vocab_size, (1, min(520, self.context)), generator=draw)
         ids = ids.to(self.wte.weight.device)
-        expected = self.model(
-            ids, use_cache=False
-        ).logits  # by the attention that the model came with
+        # by the attention that the model came with
+        expected = self.model(ids, use_cache=False).logits
         self.model.set_attn_implementation(register(usual, self.model))
         cache = self.new_cache()
         try:

@@ -212,9 +212,8 @@ class FromScratchSubject(Subject):
             self.model.current_pos = position
 
     def new(self) -> Any:
-        self.model.current_pos = (
-            0  # reset_kv_cache(), which each generation of the package begins with
-        )
+        # reset_kv_cache(), which each generation of the package begins with
+        self.model.current_pos = 0
         return self.cache_class(n_layers=self.n_layer)
 
     def read(self, cache: Any, ids: Tensor) -> Tensor:

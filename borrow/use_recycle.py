@@ -19,9 +19,8 @@ def write(ids: list[int], n: int) -> list[int]:
     new = [
         int(token) for token in generate(model, torch.tensor([ids], device=device), n, cache=cache)
     ]
-    if (
-        new and len(ids + new) <= model.context
-    ):  # past it, the cache no longer begins where the text does
+    # past the context, the cache no longer begins where the text does
+    if new and len(ids + new) <= model.context:
         with lock:
             store.put(ids + new, cache)
     return new

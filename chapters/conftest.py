@@ -9,6 +9,7 @@ that the chapter's exercise.py may import.
 """
 
 import ast
+import json
 import re
 import sys
 import traceback
@@ -27,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     kinds = ("exercise", "solution")
     parser.addoption("--impl", choices=kinds, default="exercise", help="the files that are tested")
     parser.addoption("--from", dest="copy", metavar="FOLDER", help="test a student's copy")
+    parser.addoption("--points", metavar="FILE", help="write the points to a file, as JSON")
 
 
 def exercise_points() -> dict[str, int]:
@@ -119,9 +121,9 @@ def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
     """Print the points of every exercise that was tested: all or none, or, of one in stages, a point for each stage
-    that is right."""
+    that is right. Write them to a file, too, if one is given: what the tested code prints isn't there."""
     notes_by_exercise: dict[str, dict[int, str | None]] = {}  # by stage, what is wrong
-    points, total_earned = exercise_points(), 0
+    points, earned_by_exercise = exercise_points(), {}
     for outcome in ("not written yet", "failed", "error", "skipped", "passed", "deselected"):
         for report in terminalreporter.stats.get(outcome, []):
             name = next((name for name in points if name in getattr(report, "keywords", ())), None)
@@ -148,7 +150,10 @@ def pytest_terminal_summary(
         number = name.removeprefix("ex").replace("_", ".")
         line = f"  {number:6} {earned:3} of {points[name]}   {[*failures, ''][0]}"
         terminalreporter.write_line(line.rstrip())
-        total_earned += earned
+        earned_by_exercise[number] = earned
+    total = sum(earned_by_exercise.values())
     terminalreporter.write_line(
-        f"  total  {total_earned:3} of {sum(points[name] for name in notes_by_exercise)}"
+        f"  total  {total:3} of {sum(points[name] for name in notes_by_exercise)}"
     )
+    if file := config.getoption("--points"):
+        Path(file).write_text(json.dumps(earned_by_exercise), encoding="utf-8")

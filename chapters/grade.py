@@ -5,18 +5,18 @@ holds the chapters' folders with the student's exercise.py, at any depth. What s
 work by strangers in a container.
 """
 
-import re
+import json
 import subprocess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tqdm import tqdm
 
 from chapters.builder.blocks import chapter_folders, run_process
 from support.cli import CommandLine, output_file, whole_number
-from support.files import write_csv
+from support.files import read_text, write_csv
 
 SECONDS = 900  # for a chapter of a student
-POINTS = re.compile(r"^  (\d+\.\d+) +(\d+) of", re.M)
 
 
 def grade_chapter(copy: Path, chapter: Path) -> tuple[dict[str, int], str]:
@@ -25,15 +25,16 @@ def grade_chapter(copy: Path, chapter: Path) -> tuple[dict[str, int], str]:
     if len(files) != 1:
         return {}, f"{chapter.name}: {len(files) or 'no'} exercise.py"
     command = "python3 -m pytest -p no:cacheprovider".split()
-    options = [str(chapter), f"--from={files[0].parents[1]}"]
-    try:
-        process = run_process(*command, *options, errors="replace", timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        return {}, f"{chapter.name}: stopped after {SECONDS} seconds"
-    points_by_exercise = {
-        exercise: int(earned) for exercise, earned in POINTS.findall(process.stdout)
-    }
-    return points_by_exercise, "" if points_by_exercise else f"{chapter.name}: the tests didn't run"
+    with TemporaryDirectory() as folder:
+        points = Path(folder) / "points.json"
+        options = [str(chapter), f"--from={files[0].parents[1]}", f"--points={points}"]
+        try:
+            run_process(*command, *options, errors="replace", timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            return {}, f"{chapter.name}: stopped after {SECONDS} seconds"
+        if not points.exists():
+            return {}, f"{chapter.name}: the tests didn't run"
+        return json.loads(read_text(points)), ""
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -3,7 +3,7 @@
 import codecs
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, redirect_stdout
 from typing import Any
 
@@ -59,6 +59,26 @@ def stream(
 def end_tokens_of(tokenizer: tiktoken.Encoding) -> tuple[int, ...]:
     """Return the tokens that end a text, of which a Llama may have several."""
     return getattr(tokenizer, "end_ids", (tokenizer.eot_token,))
+
+
+def show(cache: Any, tokens: Sequence[str] = ()) -> None:
+    """Print how large a cache is, and the position and the token in each of its slots.
+
+    tokens: those of the text, from position 0 on. Where no slot stands for a single token, as in a BCT's memory, there
+    is one line.
+    """
+    size = f"{len(cache.layers)} layers after {len(cache)} tokens: {cache.nbytes:,} bytes"
+    print(f"{type(cache).__name__} of {size}")
+    snapshot = cache.snapshot()
+    if "mass" in snapshot or not snapshot["slots"]:
+        return
+    rows = []
+    for slot, position in enumerate(snapshot["slots"]):
+        token = repr(tokens[position]) if position < len(tokens) else ""
+        rows.append(f"{slot:6}{position:10}  {token}")
+    if len(rows) > 16:
+        rows[8:-8] = ["   ..."]
+    print("  slot  position  token", *rows, sep="\n")
 
 
 def no_output() -> AbstractContextManager:

@@ -49,9 +49,8 @@ def random_geometry(rng: random.Random) -> dict[str, int]:
 
 def randomize(model: torch.nn.Module) -> None:
     """Weights so large that attention is sharp and text varied, or mistakes would not show."""
-    for name, parameter in sorted(
-        model.named_parameters()
-    ):  # whatever order the file makes them in
+    # whatever order the file makes them in
+    for name, parameter in sorted(model.named_parameters()):
         if parameter.dim() > 1:
             parameter.data.normal_(std=0.1 if name.startswith("w") else 0.5)
         elif name.endswith("bias"):

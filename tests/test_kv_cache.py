@@ -21,6 +21,7 @@ from gpt_bounded_cache import (
     Tensors,
 )
 from gpt_kv_cache import GPTConfig, KVCache, generate
+from support.printing import show
 from tests.pretended_device import held
 from tests.test_equivalence import (
     assert_close,
@@ -202,16 +203,23 @@ def test_a_cache_that_is_moved_goes_on(kind: Kind, there: dict, tolerance: float
 
 
 @every_kind
-def test_print_shows_slots_positions_and_tokens(kind: Kind) -> None:
+def test_show_prints_slots_positions_and_tokens(
+    kind: Kind, capsys: pytest.CaptureFixture[str]
+) -> None:
     model, cache, tokens = model_of(kind.config), kind.new_cache(), [f" t{i}" for i in range(24)]
+    show(cache)
+    assert capsys.readouterr().out.endswith("0 layers after 0 tokens: 0 bytes\n")
     model(ids_of(1, 9), cache)
-    head, *lines = cache.table(tokens).splitlines()
-    assert f"{cache.nbytes:,} bytes" in head
-    if not isinstance(cache, BoundedMemory):
-        shown = [line.split(maxsplit=2) for line in lines[1:]]
-        assert shown == [[f"{s}", f"{p}", f"' t{p}'"] for s, p in enumerate(cache.pos.tolist())]
+    show(cache, tokens)
+    head, *lines = capsys.readouterr().out.splitlines()
+    layers = f"{len(cache.layers)} layers after 9 tokens"
+    assert head == f"{type(cache).__name__} of {layers}: {cache.nbytes:,} bytes"
+    shown = [line.split(maxsplit=2) for line in lines]
+    rows = [[f"{s}", f"{p}", f"' t{p}'"] for s, p in enumerate(cache.pos.tolist())]
+    assert shown == ([] if type(cache) is BoundedMemory else [["slot", "position", "token"], *rows])
     model(ids_of(1, 15), cache)
-    assert len(str(cache).splitlines()) < 20  # however much it holds
+    show(cache)
+    assert len(capsys.readouterr().out.splitlines()) < 20  # however much it holds
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -271,9 +271,8 @@ def test_what_slows_both_slows_neither(impl: ModuleType) -> None:
         turns, ratio = draw.choice([1, 3, 5, 7]), draw.uniform(0.2, 5)
         busy = [draw.uniform(1, 20) for _ in range(turns)]  # what else the machine was doing
         ours, other = [10 * b for b in busy], [10 * ratio * b for b in busy]
-        for turn in draw.sample(
-            range(turns), (turns - 1) // 2
-        ):  # and something that hit only one of the two
+        # and something that hit only one of the two
+        for turn in draw.sample(range(turns), (turns - 1) // 2):
             draw.choice([ours, other])[turn] *= draw.choice([0.02, 50])
         found = impl.times_as_fast(ours, other)
         ratios = ", ".join(f"{theirs / mine:.3g}" for mine, theirs in zip(ours, other, strict=True))

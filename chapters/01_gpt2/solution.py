@@ -69,9 +69,8 @@ def forward(ids: Tensor, weights: dict[str, Tensor], n_head: int) -> Tensor:
             for name, w in weights.items()
             if name.startswith(f"h.{layer}.")
         }
-        q, k, v = _split(
-            _linear(_norm(x, block, "ln_1"), block, "attn.c_attn"), n_head
-        )  # (B, H, T, D) each
+        # (B, H, T, D) each
+        q, k, v = _split(_linear(_norm(x, block, "ln_1"), block, "attn.c_attn"), n_head)
         y = attention(q, k, v, causal_mask(pos, pos)).transpose(1, 2).flatten(2)  # (B, T, H * D)
         x = x + _linear(y, block, "attn.c_proj")
         x = x + _linear(

@@ -95,9 +95,8 @@ def save(file: Path, model: GPT, ids: Sequence[int], cache: KVCache) -> None:
     zlib.crc32(raw_bytes(x)), a checksum of a tensor's bytes (not of its shape or dtype). Metadata are texts.
     """
     # exercise 5.5
-    kv = torch.stack(
-        [layer[:, 0, :, : len(cache)].cpu() for layer in cache.layers]
-    ).contiguous()  # (L, 2, H, S, D)
+    # (L, 2, H, S, D)
+    kv = torch.stack([layer[:, 0, :, : len(cache)].cpu() for layer in cache.layers]).contiguous()
     tensors = {"kv": kv, "ids": torch.tensor(ids)}
     unfinished = file.with_name(f"{file.name}.{uuid.uuid4()}.tmp")  # nobody else's
     try:
@@ -135,9 +134,10 @@ def load(file: Path, model: GPT, ids: Sequence[int]) -> KVCache:
     _, reused = longest([stored_ids], ids)
     if not reused:
         return KVCache()
+    # (2, 1, H, n, D) each
     layers = [
         layer[:, None, :, :reused].to(model.wte.weight.device, copy=True) for layer in tensors["kv"]
-    ]  # (2, 1, H, n, D)
+    ]
     return KVCache(layers, torch.arange(reused, device=layers[0].device))
 
 

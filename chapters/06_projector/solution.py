@@ -92,9 +92,8 @@ def interval(
     for value, family in zip(values, families, strict=True):
         by_family.setdefault(family, []).append(value)
     sums = np.array([(sum(some), len(some)) for some in by_family.values()])  # (families, 2)
-    drawn = sums[np.random.default_rng(seed).integers(len(sums), size=(draws, len(sums)))].sum(
-        1
-    )  # (draws, 2)
+    chosen = np.random.default_rng(seed).integers(len(sums), size=(draws, len(sums)))
+    drawn = sums[chosen].sum(1)  # (draws, 2)
     low, high = np.quantile(drawn[:, 0] / drawn[:, 1], [0.025, 0.975])
     return float(sums[:, 0].sum() / sums[:, 1].sum()), float(low), float(high)
 

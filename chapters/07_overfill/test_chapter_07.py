@@ -705,11 +705,8 @@ def test_both_caches_hold_the_new_text_and_nothing_else(impl: ModuleType) -> Non
     for text, k in product(([7], [4, 9, 9, 31, 2]), (0, 1, 2, 5)):
         for what, draft, right in drafts(text, k):
             whole, n = [*text, *draft], len(text)
-            for unread, has in [
-                (1, n + k - 1),
-                (min(2, n), n),
-                (1, min(2, n - 1)),
-            ]:  # the last: a draft by no student
+            # the last: a draft by no student
+            for unread, has in [(1, n + k - 1), (min(2, n), n), (1, min(2, n - 1))]:
                 read, cache = spelled(text[: n - unread]), spelled(whole[:has])
                 verified(impl, what, text, draft, read, cache)
                 case = f"{what}, after a text of {n}"

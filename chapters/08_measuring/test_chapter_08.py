@@ -645,9 +645,8 @@ def test_the_cache_is_a_quarter_and_a_bit(impl: ModuleType) -> None:
 @torch.no_grad()
 def test_it_does_not_matter_how_a_text_is_fed(impl: ModuleType) -> None:
     for seed in range(3):
-        model = model_of(
-            seed
-        ).double()  # else a number near the middle of two may be rounded either way
+        # in float32 a number near the middle of two may be rounded either way
+        model = model_of(seed).double()
         ids = torch.randint(80, (2, 30), generator=torch.Generator().manual_seed(seed))
         whole = model(ids, impl.Int8Cache())
         for sizes in ([1] * 30, [7, 1, 22], [1, 29]):

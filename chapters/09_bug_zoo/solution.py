@@ -245,12 +245,8 @@ def check_ring(module: ModuleType) -> None:
             assert len(held) == len({*held}) <= len(must) + 1, f"{what}: holds {held}"
 
     ids = text(2, 30)
-    for n in (
-        3,
-        5,
-        6,
-        20,
-    ):  # tokens held: fewer than a window of 4 with its sink, as many, one more, many
+    # tokens held: fewer than a window of 4 with its sink, as many, one more, many
+    for n in (3, 5, 6, 20):
         for T in (1, 2, 9):
             for layer in (0, 1, 2):
                 cache, other = module.SlidingWindowCache(4, 1), module.SlidingWindowCache(4, 1)

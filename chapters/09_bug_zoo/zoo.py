@@ -109,10 +109,8 @@ def naive(module: ModuleType) -> tuple[bool, bool]:
             hook = model.register_forward_hook(lambda *call, seen=seen: seen.append(call[-1]))
             ids = torch.cat([prompt, *module.generate(model, prompt, 10, cache=new_cache())], dim=1)
             hook.remove()
-            logits, exact = (
-                torch.cat(seen, dim=1),
-                model(ids[:, :-1])[:, 3:],
-            )  # (1, 10, V), with and without the cache
+            # (1, 10, V), with and without the cache
+            logits, exact = torch.cat(seen, dim=1), model(ids[:, :-1])[:, 3:]
             same_text &= torch.equal(exact.argmax(-1), ids[:, 4:])
             same_logits &= ((logits - exact).abs().max() < 1e-4 * exact.abs().max()).item()
     return same_text, same_text and same_logits

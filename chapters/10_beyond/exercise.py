@@ -134,9 +134,8 @@ class PagedCache:
 
     def __init__(self, tables: SharedBlocks, pool: list[Tensor], text: str) -> None:
         self.tables, self.layers, self.text = tables, pool, text
-        self.pending: list[
-            Tensor
-        ] = []  # of each layer, what the pass under way appends (2, H, T, D)
+        # of each layer, what the pass under way appends (2, H, T, D)
+        self.pending: list[Tensor] = []
 
     def __len__(self) -> int:
         return self.tables.length[self.text]
@@ -151,9 +150,8 @@ class PagedCache:
         """Return all keys and values (1, H, S, D) of a layer, gathered from their blocks, and the mask (T, S)."""
         self.pending[layer:] = [torch.stack([k[0], v[0]])]
         slots = torch.tensor(self.tables.slots(self.text), dtype=torch.long, device=k.device)
-        kv = torch.cat(
-            [self.layers[layer][:, :, slots], self.pending[layer]], dim=2
-        )  # (2, H, S, D)
+        # (2, H, S, D)
+        kv = torch.cat([self.layers[layer][:, :, slots], self.pending[layer]], dim=2)
         return kv[:1], kv[1:], torch.arange(kv.size(2), device=pos.device) <= pos[:, None]
 
     def commit(self, pos: Tensor) -> None:

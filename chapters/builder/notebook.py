@@ -9,19 +9,16 @@ of a ```bash block (it has times in it) or of a test is recorded: made once, and
 
 import ast
 import base64
-import io
 import json
-import linecache
 import posixpath
 import re
 import shlex
 from collections.abc import Callable
-from contextlib import chdir, redirect_stdout
 from pathlib import Path
-from unittest.mock import patch
 
 import nbformat
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from chapters.builder.blocks import CHAPTERS, ROOT, first_line, source_lines, title_of
 from chapters.builder.pages import COMMENT
@@ -56,13 +53,11 @@ notebook."""
 
 
 class Notebook:
-    """Cells, as they are made. `files` are the chapters' texts and pictures, `kept` recorded outputs by their cells'
-    sources."""
+    """Cells, as they are made. `files` are the chapters' texts and pictures."""
 
-    def __init__(self, files: dict[Path, str], kept: dict[str, list]) -> None:
-        self.files, self.recorded_outputs = files, kept
+    def __init__(self, files: dict[Path, str]) -> None:
+        self.files = files
         self.cells: list[dict] = []
-        self.names: dict[str, object] = {}  # those that the cells define
 
     def add_markdown(self, text: str, folder: Path = CHAPTERS) -> None:
         """Add a text of a folder without its marks, with pictures inside, and with links that lead from here."""
@@ -90,17 +85,9 @@ class Notebook:
             self.cells.append(cell)
 
     def add_code(self, text: str, recorded: bool = False) -> None:
-        """Add a cell of Python and its outputs: recorded ones, if there are any, or those of a run."""
-        number = 1 + sum(cell["cell_type"] == "code" for cell in self.cells)
-        if not recorded or text not in self.recorded_outputs:
-            self.recorded_outputs[text] = execute_cell(text, self.names, number)
+        """Add a cell of Python, without its outputs."""
         metadata = {"tags": ["recorded"]} if recorded else {}
-        contents = {
-            "id": f"cell-{len(self.cells)}",
-            "outputs": self.recorded_outputs[text],
-            "metadata": metadata,
-        }
-        self.cells.append(new_code_cell(text, execution_count=number, **contents))
+        self.cells.append(new_code_cell(text, id=f"cell-{len(self.cells)}", metadata=metadata))
 
     def add_part(self, text: str, folder: Path) -> None:
         """Add a part of a chapter."""
@@ -152,17 +139,31 @@ def needed_imports(module: str, text: str) -> str:
     return "\n".join(statements)
 
 
-def execute_cell(text: str, names: dict[str, object], number: int) -> list[dict]:
-    """Return the outputs of a cell, as Jupyter would."""
-    cell_name, printed, displayed = f"<cell {number}>", io.StringIO(), []
-    linecache.cache[cell_name] = (len(text), None, text.splitlines(True), cell_name)
-    with redirect_stdout(printed), chdir(ROOT), patch("sys.displayhook", displayed.append):
-        exec(compile(ast.Interactive(ast.parse(text).body), cell_name, "single"), names)
-    outputs = [new_output("stream", text=printed.getvalue())] if printed.getvalue() else []
-    for value in filter(None, displayed):
-        data = {"text/markdown": str(value), "text/plain": str(value)}
-        outputs.append(new_output("execute_result", data, execution_count=number))
-    return outputs
+def execute_cells(
+    notebook: nbformat.NotebookNode, recorded_outputs: dict[str, list], folder: Path = CHAPTERS
+) -> None:
+    """Give each code cell its outputs: recorded ones, if there are any, or those of a run in a folder."""
+    client = NotebookClient(
+        notebook,
+        timeout=300,
+        record_timing=False,
+        resources={"metadata": {"path": str(folder)}},
+        extra_arguments=["--log-level=ERROR"],  # a warning says that localhost isn't encrypted
+    )
+    number = 0
+    with client.setup_kernel():
+        for index, cell in enumerate(notebook.cells):
+            if cell.cell_type != "code":
+                continue
+            if "recorded" in cell.metadata.get("tags", []) and cell.source in recorded_outputs:
+                cell.outputs = recorded_outputs[cell.source]
+            else:
+                client.execute_cell(cell, index)
+            number += 1
+            cell.execution_count = number  # the kernel counts only what it runs
+            for output in cell.outputs:
+                if output.output_type == "execute_result":
+                    output.execution_count = number
 
 
 def make_notebook(files: dict[Path, str], stub_of: Callable[[str], str]) -> str:
@@ -171,7 +172,7 @@ def make_notebook(files: dict[Path, str], stub_of: Callable[[str], str]) -> str:
     outputs_by_source = {
         cell.source: cell.outputs for cell in old_cells if cell.cell_type == "code"
     }
-    notebook = Notebook(files, outputs_by_source)
+    notebook = Notebook(files)
     parts_by_path, rows = {}, []
     for path, text in files.items():
         parts = list(PART.finditer(text)) if path.name == "README.md" else []
@@ -200,7 +201,9 @@ def make_notebook(files: dict[Path, str], stub_of: Callable[[str], str]) -> str:
             heading = part["heading"] or heading
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
-    return nbformat.writes(new_notebook(cells=notebook.cells, metadata=metadata)) + "\n"
+    made = new_notebook(cells=notebook.cells, metadata=metadata)
+    execute_cells(made, outputs_by_source)
+    return nbformat.writes(made) + "\n"
 
 
 def has_work(new: str) -> bool:
