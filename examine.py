@@ -34,7 +34,7 @@ from borrow.examined import (
     TransformersSubject,
     subject_of_file,
 )
-from support.cli import CommandLine, output_file
+from support.cli import CommandLine
 from support.files import write_text
 
 TOLERANCE = 1e-4  # of the largest logit: sums in another order differ in float32's last bits
@@ -624,7 +624,7 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("--json", action="store_true", help="print findings as JSON")
     cli.add_argument(
         "--page",
-        type=output_file,
+        type=Path,
         metavar="FILE.md",
         help="examine all of them, and write the page",
     )

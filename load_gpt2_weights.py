@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from support.cli import CommandLine
+from support.cli import DEVICE, CommandLine
 from support.conditions import conditions, random_model
 from support.files import (
     check_fields,
@@ -803,8 +803,9 @@ def difference_to_transformers(name: str, model: nn.Module, tokenizer: tiktoken.
 def main(argv: list[str] | None = None) -> None:
     from gpt_kv_cache import generate
 
-    cli = CommandLine(__doc__, "python3 %(prog)s gpt2 --verify", NAMES)
-    cli.add_model_arguments("model")
+    cli = CommandLine(__doc__, "python3 %(prog)s gpt2 --verify")
+    cli.add_argument("model", nargs="?", default="pocket", metavar="NAME", help=NAMES)
+    cli.add_options(*DEVICE)
     cli.add_argument(
         "--verify",
         action="store_true",

@@ -29,9 +29,9 @@ from benchmarks.words import Figures, render_words
 from gpt_kv_cache import GPT, GPTConfig, KVCache
 from llama_kv_cache import Llama, LlamaConfig
 from load_gpt2_weights import find_file, load_model
-from support.cli import CommandLine, whole_number, writable_folder
+from support.cli import CommandLine, whole_number
 from support.conditions import SIZES, conditions, random_model
-from support.files import read_json, write_json
+from support.files import read_json, writable_folder, write_json
 
 DECODED_TOKENS = 16  # tokens after each prompt
 LENGTHS = (128, 512, 1000)  # tokens of prompts

@@ -12,8 +12,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from chapters.builder.blocks import chapter_folders, run_process
-from support.cli import CommandLine, output_file, whole_number
-from support.files import write_csv
+from support.cli import CommandLine, whole_number
+from support.files import writable_folder, write_csv
 
 SECONDS = 900  # for a chapter of a student
 POINTS = re.compile(r"^  (\d+\.\d+) +(\d+) of", re.M)
@@ -44,10 +44,9 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument(
         "--chapters", nargs="+", type=whole_number(0), default=[], metavar="N", help="default: all"
     )
-    cli.add_argument(
-        "--output", type=output_file, default="points.csv", metavar="FILE", help="the table"
-    )
+    cli.add_argument("--output", type=Path, default="points.csv", metavar="FILE", help="the table")
     with cli.parse(argv) as args:
+        writable_folder(args.output.parent)  # or hours would be lost
         chapters = chapter_folders(args.chapters)
         students = sorted(path for path in args.folder.iterdir() if path.is_dir())
         if not students:

@@ -18,6 +18,7 @@ SIZES = {  # GPT-2's own; 355M is DialoGPT-medium's, too
     "774M": {"n_layer": 36, "n_head": 20, "n_embd": 1280},
     "1558M": {"n_layer": 48, "n_head": 25, "n_embd": 1600},
 }
+GEOMETRIES = f"{', '.join(SIZES)} or LAYERSxHEADSxWIDTH"
 
 
 def is_geometry(name: str) -> bool:
@@ -27,7 +28,9 @@ def is_geometry(name: str) -> bool:
 
 def random_model(model_class: type[nn.Module], name: str) -> nn.Module:
     """Return a model of a geometry with random weights, the same every time, in eval mode. Times
-    don't depend on the weights. The vocabulary is GPT-2's."""
+    don't depend on the weights. The vocabulary is GPT-2's. Raises ValueError if that is no geometry."""
+    if not is_geometry(name):
+        raise ValueError(f"an untrained model is random:SIZE, with {GEOMETRIES}, got {name!r}")
     config = SIZES.get(name)
     if config is None:
         layers, heads, width = map(int, name.split("x"))

@@ -151,6 +151,18 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         os.replace(file, target)
 
 
+def writable_folder(path: str | Path) -> Path:
+    """Return the path of a folder that can be written to, or be made. Raises OSError at once if it
+    can't, before what is to be written there has taken hours."""
+    folder = Path(path)
+    existing = next(above for above in (folder, *folder.absolute().parents) if above.exists())
+    try:
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        raise OSError(f"{existing} is not a folder that can be written to") from error
+    return folder
+
+
 def writable_target(path: Path) -> Path:
     """Return the path that a file is written to, with links followed. Raises ValueError if there is
     something other than a regular file, OSError if that may not be written or links form a loop."""
