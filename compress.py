@@ -521,7 +521,7 @@ def main(argv: list[str] | None = None) -> None:
 
     cli = CommandLine(__doc__, "python3 %(prog)s write --cache bits:4 --prompt 'Notes:'")
     comparison, one_way = cli.add_actions(
-        demo="all caches, compared", write="continue a prompt with one cache"
+        "demo", demo="all caches, compared", write="continue a prompt with one cache"
     )
     comparison.add_model_options(NAMES)
     comparison.add_argument(

@@ -622,7 +622,7 @@ The full study, in hours (--quick: in a minute or two): {study}""")
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, "python3 %(prog)s write --policy periodic:64 --temperature 1")
     comparison, one_way = cli.add_actions(
-        demo="compare ways to write", write="continue a prompt in one way"
+        "demo", demo="compare ways to write", write="continue a prompt in one way"
     )
     for action in (comparison, one_way):
         action.add_model_options(NAMES, "--student", option="--teacher")

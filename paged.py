@@ -509,7 +509,7 @@ def main(argv: list[str] | None = None) -> None:
     count = {"type": whole_number(1), "metavar": "N"}
     cli = CommandLine(__doc__, "python3 %(prog)s serve prompts.txt --blocks 40")
     comparison, service = cli.add_actions(
-        run="what blocks save", serve="continue each line of FILE"
+        "run", run="what blocks save", serve="continue each line of FILE"
     )
     service.add_argument("file", metavar="FILE", help="a text file, one prompt per line")
     for action in (comparison, service):

@@ -950,7 +950,9 @@ A reduced fit, on {FIT_FAMILIES} other capitals in two wordings: {FIT_STEPS} ste
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, 'python3 %(prog)s ask "Name the river that Hexley stands on."')
     test, ask = cli.add_actions(
-        demo="the falsification test, in 20 seconds for pocket", ask="answer QUESTION in three ways"
+        "demo",
+        demo="the falsification test, in 20 seconds for pocket",
+        ask="answer QUESTION in three ways",
     )
     models = "pocket; another, such as smollm2, after a reduced fit of half a minute"
     test.add_model_options(models)

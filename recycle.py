@@ -646,7 +646,7 @@ def typed_lines(lines: Iterable[str]) -> Iterator[str]:
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, "python3 %(prog)s chat")
     run, talk = cli.add_actions(
-        run="the paper's protocol beside ours, in seconds", chat="a conversation"
+        "run", run="the paper's protocol beside ours, in seconds", chat="a conversation"
     )
     for action in (run, talk):
         action.add_model_options(NAMES)

@@ -398,7 +398,7 @@ def main(argv: list[str] | None = None) -> None:
 
     cli = CommandLine(__doc__, "python3 %(prog)s write --draft 8 --prompt 'Notes:'")
     comparison, one_way = cli.add_actions(
-        demo="drafts of several lengths, compared", write="continue a prompt"
+        "demo", demo="drafts of several lengths, compared", write="continue a prompt"
     )
     for action in (comparison, one_way):
         action.add_model_options(NAMES, "--student", option="--teacher")

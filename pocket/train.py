@@ -61,15 +61,15 @@ def recipe_of(args: argparse.Namespace) -> recipes.Recipe:
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, example="torchrun --nproc-per-node 2 pocket/train.py teacher")
     actions = cli.add_actions(
+        "",
         tokenizer="the tokenizer, of the corpus",
         teacher="the model itself, from the corpus",
         llama="a Llama of the same size, from the corpus",
+        ablation="which parts of BCT do what, by short runs of each",
         bct="a model with BCT's bounded memory",
         student="a narrower model that decodes on the teacher's cache",
-        ablation="which parts of BCT do what, by short runs of each",
     )
-    cli.default_action = ""  # a bare run trains nothing
-    _, _, _, bct, student, _ = actions
+    *_, bct, student = actions
     for action in actions:
         action.add_argument(
             "--out",

@@ -17,129 +17,6 @@ from support.chat import encode_question, question_form
 from support.files import import_file
 
 
-class ByModel(NamedTuple):
-    """A default for pocket's models, and one for others, which take longer."""
-
-    pocket: int
-    larger: int
-
-    def __str__(self) -> str:
-        return f"{self.pocket}, by models that aren't pocket's {self.larger}"
-
-
-def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
-    """Return an argument type: whole numbers from low to high, by default the largest that all of
-    PyTorch accepts."""
-
-    def convert(text: str) -> int:
-        if not low <= int(text) <= high:
-            raise argparse.ArgumentTypeError(f"must be at least {low} and at most {high}")
-        return int(text)
-
-    convert.__name__ = "whole number"  # as argparse calls it
-    return convert
-
-
-def utf8(text: str) -> str:
-    """Argument type: text without bytes that Python could not decode."""
-    text.encode()
-    return text
-
-
-def cache_class(text: str) -> type:
-    """Argument type: a Python file, which is run; the value is its class Cache."""
-    path = Path(text).resolve()
-    if path.suffix != ".py" or not path.is_file():
-        raise argparse.ArgumentTypeError(f"there is no Python file {text}")
-    try:
-        cache = import_file(path).Cache
-        cache()  # as each text will
-    except (Exception, SystemExit) as error:
-        place = text
-        for frame in traceback.extract_tb(error.__traceback__):
-            if frame.filename == str(path):
-                place = f"{text}, line {frame.lineno}"
-        cause = f"{place}: {type(error).__name__}: {error}"
-        raise argparse.ArgumentTypeError(cause) from error
-    return cache
-
-
-# The options that several scripts take, by name: the arguments of add_argument().
-OPTIONS = {
-    "--device": {
-        "default": "auto",
-        "choices": ("auto", "cpu", "cuda", "mps"),
-        "help": "where to compute; auto: a GPU if there is one",
-    },
-    "--dtype": {
-        "default": "float32",
-        "choices": ("float32", "float16", "bfloat16", "auto"),
-        "help": "number format; auto: the files' own, where that is faster than float32",
-    },
-    "--threads": {
-        "type": whole_number(1, 1024),
-        "metavar": "N",
-        "help": "CPU threads; default: 1 for pocket models, else PyTorch's choice",
-    },
-    "--seed": {
-        "default": 0,
-        "type": whole_number(0, 2**32 - 1),
-        "metavar": "N",
-        "help": "seed of random draws",
-    },
-    "--prompt": {
-        "default": "One morning",
-        "type": utf8,
-        "metavar": "TEXT",
-        "help": "text to continue",
-    },
-    "--max-new-tokens": {
-        "default": 250,
-        "type": whole_number(1),
-        "metavar": "N",
-        "help": "tokens to write",
-    },
-    "--temperature": {
-        "default": 0.0,
-        "type": float,
-        "metavar": "X",
-        "help": "0, the default: always the likeliest token; higher: more random",
-    },
-    "--top-k": {
-        "type": whole_number(1),
-        "metavar": "N",
-        "help": "sample from the N likeliest tokens only",
-    },
-    "--cache": {
-        "type": cache_class,
-        "metavar": "FILE.py",
-        "help": "run this file and use its class Cache, such as chapters/02_kv_cache/exercise.py",
-    },
-    "--chat": {
-        "action": "store_true",
-        "help": "the prompt is a question to an Instruct model: wrap it in Llama 3's headers or ChatML",
-    },
-    "--system": {
-        "default": "",
-        "type": utf8,
-        "metavar": "TEXT",
-        "help": "what an Instruct model is told before the conversation; default: what its form says",
-    },
-    "--student": {
-        "metavar": "NAME",
-        "help": "the model that decodes, or drafts; default: pocket-student for pocket, else NAME:int4, "
-        "the teacher's twin with weights of 4 bits",
-    },
-    "--trace": {
-        "type": Path,
-        "metavar": "FILE.html",
-        "help": "also write a page that plays the text step by step",
-    },
-}
-DEVICE = ("--device", "--dtype", "--threads", "--seed")
-WRITING = ("--prompt", "--max-new-tokens", "--temperature", "--top-k")
-
-
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults, except those that only mean "not given"."""
 
@@ -165,11 +42,11 @@ class CommandLine(argparse.ArgumentParser):
             **options,
         )
 
-    def add_actions(self, **abouts: str) -> "list[CommandLine]":
+    def add_actions(self, default: str, **abouts: str) -> "list[CommandLine]":
         """Add actions by name (subcommands; args.action is the name), with what they do, and return
-        their parsers. The first is the default."""
-        self.default_action, *_ = abouts
-        about = f"default: {self.default_action}; ACTION --help shows its options"
+        their parsers. default: the one that a bare run means, or ""."""
+        self.default_action = default
+        about = f"default: {default or 'none'}; ACTION --help shows its options"
         actions = self.add_subparsers(dest="action", metavar="ACTION", required=True, help=about)
         return [actions.add_parser(name, help=text, doc=text) for name, text in abouts.items()]
 
@@ -283,3 +160,128 @@ def study_command(study: str, model: str, option: str = "--model") -> str:
     """Return the command that runs a study with a model, which `option` names if it isn't pocket."""
     command = f"python3 -m studies.{study}"
     return command if model == "pocket" else f"{command} {option} {model}"
+
+
+# --- Options and their types ----------------------------------------------------------------------
+
+
+class ByModel(NamedTuple):
+    """A default for pocket's models, and one for others, which take longer."""
+
+    pocket: int
+    larger: int
+
+    def __str__(self) -> str:
+        return f"{self.pocket}, by models that aren't pocket's {self.larger}"
+
+
+def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
+    """Return an argument type: whole numbers from low to high, by default the largest that all of
+    PyTorch accepts."""
+
+    def convert(text: str) -> int:
+        if not text.isdecimal() or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(
+                f"must be a whole number of at least {low} and at most {high}, got {text!r}"
+            )
+        return int(text)
+
+    return convert
+
+
+def utf8(text: str) -> str:
+    """Argument type: text without bytes that Python could not decode."""
+    text.encode()
+    return text
+
+
+def cache_class(text: str) -> type:
+    """Argument type: a Python file, which is run; the value is its class Cache."""
+    path = Path(text).resolve()
+    try:
+        cache = import_file(path).Cache
+        cache()  # as each text will
+    except (Exception, SystemExit) as error:
+        place = text
+        for frame in traceback.extract_tb(error.__traceback__):
+            if frame.filename == str(path):
+                place = f"{text}, line {frame.lineno}"
+        cause = f"{place}: {type(error).__name__}: {error}"
+        raise argparse.ArgumentTypeError(cause) from error
+    return cache
+
+
+# The options that several scripts take, by name: the arguments of add_argument().
+OPTIONS = {
+    "--device": {
+        "default": "auto",
+        "choices": ("auto", "cpu", "cuda", "mps"),
+        "help": "where to compute; auto: a GPU if there is one",
+    },
+    "--dtype": {
+        "default": "float32",
+        "choices": ("float32", "float16", "bfloat16", "auto"),
+        "help": "number format; auto: the files' own, where that is faster than float32",
+    },
+    "--threads": {
+        "type": whole_number(1, 1024),
+        "metavar": "N",
+        "help": "CPU threads; default: 1 for pocket models, else PyTorch's choice",
+    },
+    "--seed": {
+        "default": 0,
+        "type": whole_number(0, 2**32 - 1),
+        "metavar": "N",
+        "help": "seed of random draws",
+    },
+    "--prompt": {
+        "default": "One morning",
+        "type": utf8,
+        "metavar": "TEXT",
+        "help": "text to continue",
+    },
+    "--max-new-tokens": {
+        "default": 250,
+        "type": whole_number(1),
+        "metavar": "N",
+        "help": "tokens to write",
+    },
+    "--temperature": {
+        "default": 0.0,
+        "type": float,
+        "metavar": "X",
+        "help": "0, the default: always the likeliest token; higher: more random",
+    },
+    "--top-k": {
+        "type": whole_number(1),
+        "metavar": "N",
+        "help": "sample from the N likeliest tokens only",
+    },
+    "--cache": {
+        "type": cache_class,
+        "metavar": "FILE.py",
+        "help": "run this file and use its class Cache, such as chapters/02_kv_cache/exercise.py",
+    },
+    "--chat": {
+        "action": "store_true",
+        "help": "the prompt is a question to an Instruct model: wrap it in Llama 3's headers or ChatML",
+    },
+    "--system": {
+        "default": "",
+        "type": utf8,
+        "metavar": "TEXT",
+        "help": "what an Instruct model is told before the conversation; default: what its form says",
+    },
+    "--student": {
+        "metavar": "NAME",
+        "help": "the model that decodes, or drafts; default: pocket-student for pocket, else NAME:int4, "
+        "the teacher's twin with weights of 4 bits",
+    },
+    "--trace": {
+        "type": Path,
+        "metavar": "FILE.html",
+        "help": "also write a page that plays the text step by step",
+    },
+}
+DEVICE = ("--device", "--dtype", "--threads", "--seed")
+WRITING = ("--prompt", "--max-new-tokens", "--temperature", "--top-k")

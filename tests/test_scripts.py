@@ -104,7 +104,7 @@ def test_an_untrained_model_writes_what_the_article_lets_it_write(
 
 def test_a_students_cache_takes_the_place_of_ours(tmp_path: Path) -> None:
     command = f"gpt_kv_cache --compare --max-new-tokens 20 --cache {tmp_path / 'exercise.py'}"
-    refused(start(command), "there is no Python file ")
+    refused(start(command), "exercise.py: FileNotFoundError")
     ours = "from gpt_kv_cache import KVCache\n\nclass Cache(KVCache):\n    "
     stub = "def append(self, *_):\n        raise NotImplementedError('exercise 2.1')\n"
     for source, said in [
@@ -148,7 +148,7 @@ BAD = {  # a command, and what its sentence must hold
     "recycle chat --store ''": "is empty",
     "recycle run --out /proc/x": "/proc is not a folder that can be written to",
     "recycle chat --fresh --store x": "--store not allowed with --fresh",
-    "recycle chat --capacity 0": "--capacity at least 1",
+    "recycle chat --capacity 0": "--capacity at least 1 '0'",
     "recycle talk": "invalid choice: 'talk' run chat",
     f"recycle --max-new-tokens {CONFIG['n_ctx'] - 12}": f"{CONFIG['n_ctx'] - 12} {CONFIG['n_ctx']}",
     "paged serve": "required: FILE",
@@ -156,7 +156,7 @@ BAD = {  # a command, and what its sentence must hold
     "paged serve nowhere.txt": "nowhere.txt",
     "paged --blocks 3": "blocks there are 3",
     "paged --max-new-tokens 5000": "5000 more context of",
-    "speculate write --draft 0": "--draft at least 1",
+    "speculate write --draft 0": "--draft at least 1 '0'",
     "gpt_kv_cache --chat": "unrecognized arguments: --chat",
     "studies.projection --pairs pairs.csv --kinds quiz": "--pairs --kinds",
 }
