@@ -954,8 +954,7 @@ def main(argv: list[str] | None = None) -> None:
         demo="the falsification test, in 20 seconds for pocket",
         ask="answer QUESTION in three ways",
     )
-    models = "pocket; another, such as smollm2, after a reduced fit of half a minute"
-    test.add_model_options(models)
+    test.add_model_options("pocket; another, such as smollm2, after a fit of half a minute")
     ask.add_model_options("pocket; another, such as smollm2, with --library")
     ask.add_argument(
         "question", type=utf8, metavar="QUESTION", help="replaces a stored prompt's question"

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from studies.replay import read_trace
-from support.cli import WRITING, CommandLine
+from support.cli import WRITING, ByModel, CommandLine
 from support.files import read_csv, read_json, read_text, write_atomically, write_json, write_text
 from support.printing import print_comparison
 from support.texts import read_questions, read_texts
@@ -36,6 +36,21 @@ def test_defaults_of_the_command_line() -> None:
             assert args.dtype == (torch.bfloat16 if words else torch.float32)
             drawn.append(torch.rand(1))
     assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("", 40), ("--model pocket-llama", 40), ("--model gpt2", 24), ("run --max-new-tokens 7", 7)],
+)
+def test_a_bare_run_means_an_action_and_a_default_depends_on_the_model(
+    words: str, expected: int
+) -> None:
+    cli = CommandLine("What it does.")
+    for action in cli.add_actions("run", run="the default", other="something else"):
+        action.add_model_options("names")
+        action.add_options("--max-new-tokens", default=ByModel(40, 24))
+    with cli.parse(words.split()) as args:
+        assert (args.action, args.max_new_tokens) == ("run", expected)
 
 
 HUGE = [2**32, 2**63, 2**64, -(2**63), 10**30, "9" * 5000, "1e3", "nan"]  # for C's integers
