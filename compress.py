@@ -502,33 +502,40 @@ def write(
 
 
 def main(argv: list[str] | None = None) -> None:
+    from formats.chat import encode_given_prompt
     from load_gpt2_weights import NAMES, load_model, load_tokenizer
-    from support.cli import CommandLine, DefaultCount, study_command, whole_number
+    from support.cli import (
+        WRITING,
+        ByModel,
+        CommandLine,
+        study_command,
+        whole_number,
+    )
 
-    cli = CommandLine(__doc__, "python3 %(prog)s write --cache bits:4 --prompt 'Notes:'", NAMES)
-    comparison = cli.add_action("demo", "all caches, compared", default=True)
-    one_way = cli.add_action("write", "continue a prompt with one cache")
-    comparison.add_model_arguments()
+    cli = CommandLine(__doc__, "python3 %(prog)s write --cache bits:4 --prompt 'Notes:'")
+    comparison, one_way = cli.add_actions(
+        "demo", demo="all caches, compared", write="continue a prompt with one cache"
+    )
+    comparison.add_model_options(NAMES)
     comparison.add_argument(
         "--tokens",
         type=whole_number(128),
-        default=DefaultCount(288, 224),
+        default=ByModel(288, 224),
         metavar="N",
-        help="tokens of each text; of models that aren't pocket's 224",
+        help="tokens of each text",
     )
     comparison.add_argument(
         "--text",
         metavar="FILE",
         help="a text of your own; default: held-out ones of the pocket world, or those in data/real",
     )
-    one_way.add_generation_arguments(trace=False)
-    one_way.add_chat_argument()
+    one_way.add_model_options(NAMES, *WRITING, "--chat", "--system")
     one_way.add_argument("--cache", default="bits:4", choices=[*CACHES], help="the cache")
     with cli.parse(argv) as args:
         model = load_model(args.model, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
         if args.action == "write":
-            ids = torch.tensor([cli.encode_prompt(args, tokenizer)], device=args.device)
+            ids = torch.tensor([encode_given_prompt(args, tokenizer)], device=args.device)
             return write(model, tokenizer, ids, args)
         if args.tokens > model.context:
             raise ValueError(

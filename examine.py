@@ -34,7 +34,7 @@ from borrow.examined import (
     TransformersSubject,
     subject_of_file,
 )
-from support.cli import CommandLine, output_file
+from support.cli import CommandLine
 from support.files import write_text
 
 TOLERANCE = 1e-4  # of the largest logit: sums in another order differ in float32's last bits
@@ -608,7 +608,8 @@ def subject_named(what: str, cache: str) -> Subject:
 
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, "python3 %(prog)s borrow/my_gpt.py")
-    cli.add_argument(
+    examined = cli.add_mutually_exclusive_group()
+    examined.add_argument(
         "what",
         nargs="?",
         metavar="WHAT",
@@ -617,14 +618,16 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument(
         "--cache", default="dynamic", choices=TRANSFORMERS_CACHES, help="of a model of transformers"
     )
-    cli.add_argument("--subject", choices=SUBJECTS, help="one that borrow/EXAMINED.md is about")
+    examined.add_argument(
+        "--subject", choices=SUBJECTS, help="one that borrow/EXAMINED.md is about"
+    )
     cli.add_argument(
         "--only", default="", metavar="WORDS", help="checks whose name has these words"
     )
     cli.add_argument("--json", action="store_true", help="print findings as JSON")
     cli.add_argument(
         "--page",
-        type=output_file,
+        type=Path,
         metavar="FILE.md",
         help="examine all of them, and write the page",
     )
@@ -632,8 +635,6 @@ def main(argv: list[str] | None = None) -> None:
         if args.page is not None:
             write_text(args.page, page())
             return
-        if args.what is not None and args.subject is not None:
-            raise ValueError(f"give {args.what}, or --subject {args.subject}, not both")
         if args.what is None or args.what.endswith(".py"):
             torch.set_num_threads(1)  # for small models more threads cost more
         if args.what is None:

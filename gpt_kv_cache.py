@@ -338,15 +338,15 @@ def check_options(ids: Tensor, max_new_tokens: int, temperature: float, top_k: i
 
 def main(argv: list[str] | None = None) -> None:
     from load_gpt2_weights import NAMES, load_model, load_tokenizer
-    from support.cli import CommandLine
+    from support.cli import WRITING, CommandLine
     from support.printing import end_tokens_of, stream
+    from support.tracing import Trace
 
     example = 'python3 %(prog)s --prompt "Halek lived in" --temperature 0.8'
-    cli = CommandLine(__doc__, example, NAMES)
-    cli.add_generation_arguments()
+    cli = CommandLine(__doc__, example)
+    cli.add_model_options(NAMES, *WRITING, "--trace")
     cli.add_argument("--compare", action="store_true", help="write without the cache too")  # NEW
-    cli.add_random_argument()  # NEW
-    cli.add_cache_argument(KVCache)  # NEW
+    cli.add_options("--cache", default=KVCache)  # NEW
     with cli.parse(argv) as args:
         model = load_model(args.model, model_class=GPT, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
@@ -361,7 +361,7 @@ def main(argv: list[str] | None = None) -> None:
             options["generator"] = torch.Generator(args.device).manual_seed(args.seed)
             options["stop_ids"] = end_tokens_of(tokenizer)
             tokens = generate(model, ids, args.max_new_tokens, **options)
-            trace = cli.trace(args, tokenizer, model, ids, context_start)
+            trace = Trace(args.trace, tokenizer, model, ids, context_start) if args.trace else None
             return stream(tokens, tokenizer, trace=trace, **more)
 
         with torch.no_grad():

@@ -18,8 +18,8 @@ from formats.names import NAMES, RANDOM, split_twin
 from formats.products import order_for_decoding
 from formats.tensors import check_sizes, choose_dtype, copy_tensors, drop_head, round_weights
 from formats.tokenizers import Numbers, Tokenizer, gpt2_tokenizer
-from support.cli import CommandLine
-from support.conditions import SIZES, conditions
+from support.cli import DEVICE, CommandLine
+from support.conditions import GEOMETRIES, SIZES, conditions, is_geometry
 from support.files import read_json
 from support.printing import end_tokens_of
 
@@ -91,7 +91,9 @@ def load_tokenizer(name_or_path: str) -> tiktoken.Encoding | Tokenizer:
 
 def random_model(model_class: type[nn.Module], name: str) -> nn.Module:
     """Return a model of a geometry with random weights, the same every time, in eval mode. Times
-    don't depend on the weights. The vocabulary is GPT-2's."""
+    don't depend on the weights. The vocabulary is GPT-2's. Raises ValueError if that is no geometry."""
+    if not is_geometry(name):
+        raise ValueError(f"an untrained model is random:SIZE, with {GEOMETRIES}, got {name!r}")
     config = SIZES.get(name)
     if config is None:
         layers, heads, width = map(int, name.split("x"))
@@ -127,8 +129,9 @@ def difference_to_transformers(name: str, model: nn.Module, tokenizer: tiktoken.
 def main(argv: list[str] | None = None) -> None:
     from gpt_kv_cache import generate
 
-    cli = CommandLine(__doc__, "python3 %(prog)s gpt2 --verify", NAMES)
-    cli.add_model_arguments("model")
+    cli = CommandLine(__doc__, "python3 %(prog)s gpt2 --verify")
+    cli.add_argument("model", nargs="?", default="pocket", metavar="NAME", help=NAMES)
+    cli.add_options(*DEVICE)
     cli.add_argument(
         "--verify",
         action="store_true",

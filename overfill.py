@@ -33,11 +33,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from formats.chat import encode_given_prompt
 from formats.checkpoints import open_checkpoint
 from gpt_kv_cache import KVCache, check_options, context_start, generate, sample
 from load_gpt2_weights import NAMES
 from pair import Pair, default_student, load_pair, splice_last
-from support.cli import CommandLine, DefaultCount, study_command, whole_number
+from support.cli import WRITING, ByModel, CommandLine, study_command, whole_number
 from support.files import check_fields
 from support.printing import stream
 from support.statistics import entropy, kl
@@ -621,12 +622,14 @@ The full study, in hours (--quick: in a minute or two): {study}""")
 
 
 def main(argv: list[str] | None = None) -> None:
-    cli = CommandLine(__doc__, "python3 %(prog)s write --policy periodic:64 --temperature 1", NAMES)
-    comparison = cli.add_action("demo", "compare ways to write", default=True)
-    one_way = cli.add_action("write", "continue a prompt in one way")
-    comparison.add_model_arguments("--teacher")
-    comparison.add_length_argument(DefaultCount(160, 96))
-    one_way.add_generation_arguments("--teacher")
+    cli = CommandLine(__doc__, "python3 %(prog)s write --policy periodic:64 --temperature 1")
+    comparison, one_way = cli.add_actions(
+        "demo", demo="compare ways to write", write="continue a prompt in one way"
+    )
+    for action in (comparison, one_way):
+        action.add_model_options(NAMES, "--student", option="--teacher")
+    comparison.add_options("--max-new-tokens", default=ByModel(160, 96))
+    one_way.add_options(*WRITING, "--chat", "--system", "--trace")
     forms = (f"{kind.form(name)} ({kind.description})" for name, kind in POLICIES.items())
     when = (
         f"one of {'; '.join(forms)}; probe and dropout wait {Gate.cooldown} tokens after a refresh"
@@ -640,9 +643,6 @@ def main(argv: list[str] | None = None) -> None:
     one_way.add_argument(
         "--policy", default="periodic:64", metavar="P", help=f"when to refresh, {when}"
     )
-    one_way.add_chat_argument()
-    for action in (comparison, one_way):
-        action.add_student_argument("the model that decodes")
     with cli.parse(argv) as args:
         names = [args.policy]
         if args.action == "demo" and args.policy.strip():
@@ -659,7 +659,7 @@ def main(argv: list[str] | None = None) -> None:
             prompts = demo_prompts(args.model, tokenizer)
             study = study_command("refreshing", args.model, "--teacher")
             return demo(teacher, student, prompts, policies, args.max_new_tokens, args.seed, study)
-        ids = torch.tensor([cli.encode_prompt(args, tokenizer)], device=args.device)
+        ids = torch.tensor([encode_given_prompt(args, tokenizer)], device=args.device)
         policy, *_ = policies.values()
         pair = RefreshedPair(teacher, student, ids)
         tokens = generate_refreshed(
@@ -670,7 +670,8 @@ def main(argv: list[str] | None = None) -> None:
             top_k=args.top_k,
             generator=torch.Generator(args.device).manual_seed(args.seed),
         )
-        print_continuation(pair, tokens, tokenizer, cli.trace(args, tokenizer, student, ids))
+        trace = Trace(args.trace, tokenizer, student, ids) if args.trace else None
+        print_continuation(pair, tokens, tokenizer, trace)
 
 
 if __name__ == "__main__":

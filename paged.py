@@ -502,34 +502,37 @@ def serve(
 def main(argv: list[str] | None = None) -> None:
     from demos import serving
     from load_gpt2_weights import NAMES, load_model, load_tokenizer
-    from support.cli import CommandLine, DefaultCount, whole_number
+    from support.cli import ByModel, CommandLine, whole_number
     from support.files import read_text
     from support.printing import end_tokens_of
 
     count = {"type": whole_number(1), "metavar": "N"}
-    cli = CommandLine(__doc__, "python3 %(prog)s serve prompts.txt --blocks 40", NAMES)
-    comparison = cli.add_action("run", "what blocks save", default=True)
-    service = cli.add_action("serve", "continue each line of FILE")
+    cli = CommandLine(__doc__, "python3 %(prog)s serve prompts.txt --blocks 40")
+    comparison, service = cli.add_actions(
+        "run", run="what blocks save", serve="continue each line of FILE"
+    )
     service.add_argument("file", metavar="FILE", help="a text file, one prompt per line")
     for action in (comparison, service):
-        action.add_model_arguments()
+        action.add_model_options(NAMES)
         action.add_argument("--size", default=16, **count, help="tokens per block")
         action.add_argument("--chunk", default=64, **count, help="tokens of a prompt read per pass")
-    comparison.add_length_argument(
-        DefaultCount(40, 24), "tokens to write after every fourth prompt, fewer after the others"
+    comparison.add_options(
+        "--max-new-tokens",
+        default=ByModel(40, 24),
+        help="tokens to write after every fourth prompt, fewer after the others",
     )
     comparison.add_argument(
         "--blocks",
         **count,
         help="blocks for all texts together; default: half of what they would use",
     )
-    comparison.add_trace_argument()
-    service.add_length_argument(40)
+    comparison.add_options("--trace")
+    service.add_options("--max-new-tokens", default=40)
     service.add_argument(
         "--blocks", **count, help="blocks for all texts together; default: enough for all"
     )
     service.add_argument("--samples", default=1, **count, help="continuations of each line")
-    service.add_sampling_arguments()
+    service.add_options("--temperature", "--top-k")
     with cli.parse(argv) as args:
         if args.action == "serve":
             lines = [line for line in read_text(Path(args.file)).splitlines() if line.strip()]
@@ -539,7 +542,7 @@ def main(argv: list[str] | None = None) -> None:
         tokenizer, n, size = load_tokenizer(args.model), args.max_new_tokens, args.size
         if args.action == "run":
             return serving.demo(
-                model, tokenizer, args.model, n, size, args.blocks, args.chunk, args.trace_file
+                model, tokenizer, args.model, n, size, args.blocks, args.chunk, args.trace
             )
         prompts = [tokenizer.encode(line, allowed_special="all") for line in lines]
         samples = args.samples

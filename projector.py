@@ -949,20 +949,18 @@ A reduced fit, on {FIT_FAMILIES} other capitals in two wordings: {FIT_STEPS} ste
 
 
 def main(argv: list[str] | None = None) -> None:
-    cli = CommandLine(
-        __doc__,
-        'python3 %(prog)s ask "Name the river that Hexley stands on."',
-        "pocket; another, such as smollm2, for the demo after a reduced fit of half a minute, and for ask with --library",
+    cli = CommandLine(__doc__, 'python3 %(prog)s ask "Name the river that Hexley stands on."')
+    test, ask = cli.add_actions(
+        "demo",
+        demo="the falsification test, in 20 seconds for pocket",
+        ask="answer QUESTION in three ways",
     )
-    test = cli.add_action("demo", "the falsification test, in 20 seconds for pocket", default=True)
-    ask = cli.add_action("ask", "answer QUESTION in three ways")
-    for action in (test, ask):
-        action.add_model_arguments()
-    test.set_defaults(library=None)
+    test.add_model_options("pocket; another, such as smollm2, after a fit of half a minute")
+    ask.add_model_options("pocket; another, such as smollm2, with --library")
     ask.add_argument(
         "question", type=utf8, metavar="QUESTION", help="replaces a stored prompt's question"
     )
-    ask.add_length_argument(32)
+    ask.add_options("--max-new-tokens", default=32)
     ask.add_argument(
         "--library",
         metavar="FOLDER",

@@ -40,10 +40,10 @@ from formats.chat import (
 from formats.tokenizers import END_OF_TEXT
 from gpt_kv_cache import KVCache, context_start, generate
 from load_gpt2_weights import NAMES, load_model, load_tokenizer
-from support.cli import CommandLine, DefaultCount, study_command, whole_number, writable_folder
+from support.cli import ByModel, CommandLine, study_command, whole_number
 from support.encoders import load_encoder
 from support.figures import write_figure
-from support.files import read_csv, write_csv
+from support.files import read_csv, writable_folder, write_csv
 from support.prefix import common_prefix_length
 from support.printing import end_tokens_of
 from support.store import Store
@@ -644,12 +644,13 @@ def typed_lines(lines: Iterable[str]) -> Iterator[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    cli = CommandLine(__doc__, "python3 %(prog)s chat", NAMES)
-    run = cli.add_action("run", "the paper's protocol beside ours, in seconds", default=True)
-    talk = cli.add_action("chat", "a conversation")
+    cli = CommandLine(__doc__, "python3 %(prog)s chat")
+    run, talk = cli.add_actions(
+        "run", run="the paper's protocol beside ours, in seconds", chat="a conversation"
+    )
     for action in (run, talk):
-        action.add_model_arguments()
-        action.add_length_argument(DefaultCount(40, 24))
+        action.add_model_options(NAMES)
+        action.add_options("--max-new-tokens", default=ByModel(40, 24))
     run.add_argument(
         "--encoder",
         default="tokens",
@@ -667,13 +668,14 @@ def main(argv: list[str] | None = None) -> None:
     run.add_argument(
         "--figures", action="store_true", help="draw latency.png and speedup.png beside them"
     )
-    talk.add_argument(
+    place = talk.add_mutually_exclusive_group()
+    place.add_argument(
         "--store",
         default="results/recycle/store",
         metavar="FOLDER",
         help="where caches are kept",
     )
-    talk.add_argument(
+    place.add_argument(
         "--fresh",
         action="store_true",
         help="begin with an empty store, in memory, and leave the folder as it is",
@@ -685,11 +687,8 @@ def main(argv: list[str] | None = None) -> None:
         metavar="BYTES",
         help="most bytes to keep on disk or in memory",
     )
-    talk.add_system_argument()
-    talk.add_trace_argument()
+    talk.add_options("--system", "--trace")
     with cli.parse(argv) as args:
-        if args.action == "chat" and args.fresh and args.store != talk.get_default("store"):
-            raise ValueError(f"give --fresh or --store {args.store}, not both")
         model = load_model(args.model, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
         if args.action == "run":
@@ -710,7 +709,8 @@ def main(argv: list[str] | None = None) -> None:
                 )
         form = conversation_form(args.model, tokenizer, args.system)
         store = Store(model, None if args.fresh else args.store, args.capacity)
-        trace = cli.trace(args, tokenizer, model, torch.empty(1, 0, dtype=torch.long))
+        no_ids = torch.empty(1, 0, dtype=torch.long)
+        trace = Trace(args.trace, tokenizer, model, no_ids) if args.trace else None
         conversation = Conversation(store, tokenizer, args.max_new_tokens, form, trace)
         conversation.chat(typed_lines(sys.stdin))
 

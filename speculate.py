@@ -387,18 +387,24 @@ The full study: {study}""")
 
 
 def main(argv: list[str] | None = None) -> None:
+    from formats.chat import encode_given_prompt
     from load_gpt2_weights import NAMES, load_model, load_tokenizer
-    from support.cli import CommandLine, DefaultCount, study_command, whole_number
+    from support.cli import (
+        WRITING,
+        ByModel,
+        CommandLine,
+        study_command,
+        whole_number,
+    )
 
-    cli = CommandLine(__doc__, "python3 %(prog)s write --draft 8 --prompt 'Notes:'", NAMES)
-    comparison = cli.add_action("demo", "drafts of several lengths, compared", default=True)
-    one_way = cli.add_action("write", "continue a prompt")
-    comparison.add_model_arguments("--teacher")
-    comparison.add_length_argument(DefaultCount(64, 28))
-    one_way.add_generation_arguments("--teacher", trace=False)
-    one_way.add_chat_argument()
+    cli = CommandLine(__doc__, "python3 %(prog)s write --draft 8 --prompt 'Notes:'")
+    comparison, one_way = cli.add_actions(
+        "demo", demo="drafts of several lengths, compared", write="continue a prompt"
+    )
     for action in (comparison, one_way):
-        action.add_student_argument("the model that drafts")
+        action.add_model_options(NAMES, "--student", option="--teacher")
+    comparison.add_options("--max-new-tokens", default=ByModel(64, 28))
+    one_way.add_options(*WRITING, "--chat", "--system")
     one_way.add_argument(
         "--draft", default=8, type=whole_number(1), metavar="K", help="tokens per draft"
     )
@@ -423,7 +429,7 @@ def main(argv: list[str] | None = None) -> None:
                 **options,
             )
         if args.action == "write":
-            ids = torch.tensor([cli.encode_prompt(args, tokenizer)], device=args.device)
+            ids = torch.tensor([encode_given_prompt(args, tokenizer)], device=args.device)
             pair = Pair(teacher, student, ids)
             counts = DraftCounts()
             print(f"\n{args.prompt}", end="", flush=True)

@@ -30,9 +30,9 @@ from formats.checkpoints import open_checkpoint
 from gpt_kv_cache import GPT, GPTConfig, KVCache
 from llama_kv_cache import Llama, LlamaConfig
 from load_gpt2_weights import load_model, random_model
-from support.cli import CommandLine, whole_number, writable_folder
+from support.cli import CommandLine, whole_number
 from support.conditions import SIZES, conditions
-from support.files import read_json, write_json
+from support.files import read_json, writable_folder, write_json
 
 DECODED_TOKENS = 16  # tokens after each prompt
 LENGTHS = (128, 512, 1000)  # tokens of prompts

@@ -13,8 +13,8 @@ from tempfile import TemporaryDirectory
 from tqdm import tqdm
 
 from chapters.builder.blocks import chapter_folders, run_process
-from support.cli import CommandLine, output_file, whole_number
-from support.files import read_text, write_csv
+from support.cli import CommandLine, whole_number
+from support.files import read_text, writable_folder, write_csv
 
 SECONDS = 900  # for a chapter of a student
 
@@ -45,10 +45,9 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument(
         "--chapters", nargs="+", type=whole_number(0), default=[], metavar="N", help="default: all"
     )
-    cli.add_argument(
-        "--output", type=output_file, default="points.csv", metavar="FILE", help="the table"
-    )
+    cli.add_argument("--output", type=Path, default="points.csv", metavar="FILE", help="the table")
     with cli.parse(argv) as args:
+        writable_folder(args.output.parent)  # or hours would be lost
         chapters = chapter_folders(args.chapters)
         students = sorted(path for path in args.folder.iterdir() if path.is_dir())
         if not students:

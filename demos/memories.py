@@ -76,7 +76,7 @@ def memories_of(name: str, slots: int = SLOTS, **options: Any) -> dict[str, Memo
 def compare_memories(args: argparse.Namespace, ids: Tensor) -> None:
     """Continue ids (1, T) with full attention, let every memory read that text, and print what it
     costs and how far its predictions of the second half are from full attention's."""
-    if args.trace_file:
+    if args.trace:
         raise ValueError("--trace plays one memory: give --memory too")
     memories = memories_of(args.model, args.slots, device=args.device, dtype=args.dtype)
     exact, tokenizer = memories["full"], load_tokenizer(args.model)

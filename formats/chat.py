@@ -1,6 +1,7 @@
 """Questions in the form that a chat model expects: that of its own template, or one of two fixed forms; a model's
 tokens tell which one it uses."""
 
+import argparse
 import re
 from collections.abc import Sequence
 from datetime import datetime
@@ -166,3 +167,13 @@ def encode_fact_question(text: str, question: str, tokenizer: tiktoken.Encoding)
     a chat model expects, otherwise as lines."""
     prompt = f"{INSTRUCTION}\n\n{text}\n\nQuestion: {question}"
     return encode_prompt(prompt if has_chat_form(tokenizer) else f"{prompt}\nAnswer:", tokenizer)
+
+
+def encode_given_prompt(args: argparse.Namespace, tokenizer: tiktoken.Encoding) -> list[int]:
+    """Return the tokens of --prompt. With --chat or --system, args.prompt is first put into the form
+    that the model expects; raises ValueError if it has none."""
+    if not (args.chat or args.system):
+        return tokenizer.encode(args.prompt, allowed_special="all")
+    ids = encode_question(args.prompt, tokenizer, args.system)
+    args.prompt = question_form(tokenizer, args.system).replace("{}", args.prompt)
+    return ids

@@ -38,7 +38,8 @@ from pocket.batches import RANK
 from pocket.checkpoints import finish
 from pocket.tokenizer import TOKENIZER, train_tokenizer
 from pocket.training import train
-from support.cli import CommandLine, whole_number, writable_folder
+from support.cli import CommandLine, whole_number
+from support.files import writable_folder
 
 HERE = Path(__file__).resolve().parent
 DEFAULTS = ("pocket", None, None)  # of --init, --text and --steps
@@ -59,13 +60,17 @@ def recipe_of(args: argparse.Namespace) -> recipes.Recipe:
 
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, example="torchrun --nproc-per-node 2 pocket/train.py teacher")
-    cli.add_action("tokenizer", "the tokenizer, of the corpus")
-    cli.add_action("teacher", "the model itself, from the corpus")
-    cli.add_action("llama", "a Llama of the same size, from the corpus")
-    bct = cli.add_action("bct", "a model with BCT's bounded memory")
-    student = cli.add_action("student", "a narrower model that decodes on the teacher's cache")
-    cli.add_action("ablation", "which parts of BCT do what, by short runs of each")
-    for action in cli.actions.values():
+    actions = cli.add_actions(
+        "",
+        tokenizer="the tokenizer, of the corpus",
+        teacher="the model itself, from the corpus",
+        llama="a Llama of the same size, from the corpus",
+        ablation="which parts of BCT do what, by short runs of each",
+        bct="a model with BCT's bounded memory",
+        student="a narrower model that decodes on the teacher's cache",
+    )
+    *_, bct, student = actions
+    for action in actions:
         action.add_argument(
             "--out",
             type=writable_folder,

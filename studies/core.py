@@ -33,11 +33,11 @@ from tqdm import tqdm
 
 from load_gpt2_weights import NAMES, load_model
 from support.blocks import rendered
-from support.cli import CommandLine, writable_folder
+from support.cli import CommandLine
 from support.conditions import conditions, is_geometry
 from support.figures import line_style
 from support.figures import write_figure as draw_figure
-from support.files import parse_json, read_text, write_text
+from support.files import parse_json, read_text, writable_folder, write_text
 from support.statistics import bootstrap, mean_of_rows, wilson_interval
 from support.tables import Table, page
 
@@ -376,11 +376,11 @@ class StudyLine(CommandLine):
         """quick: what --quick reduces the study to; model: the option that names the model, or ""
         for a study without one, which uses one thread; again: whether single ways can be measured
         once more."""
-        super().__init__(doc, f"python3 -m studies.{name} --quick", models)
+        super().__init__(doc, f"python3 -m studies.{name} --quick")
         self.prog = f"python3 -m studies.{name.split()[0]}"
         self.study, self.model_option = name, model
         if model:
-            self.add_model_arguments(model)
+            self.add_model_options(models, option=model)
         if again:
             what = "measure these ways once more: a name, or a pattern such as 'raw-*'"
             self.add_argument("--again", default="", metavar="WAYS", help=what)

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from overfill import logit_variance
-from support.cli import CommandLine, writable_folder
+from support.cli import CommandLine
 from support.figures import write_figure
+from support.files import writable_folder
 from support.statistics import entropy
 from support.tables import table
 

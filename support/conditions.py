@@ -16,6 +16,7 @@ SIZES = {  # GPT-2's own; 355M is DialoGPT-medium's, too
     "774M": {"n_layer": 36, "n_head": 20, "n_embd": 1280},
     "1558M": {"n_layer": 48, "n_head": 25, "n_embd": 1600},
 }
+GEOMETRIES = f"{', '.join(SIZES)} or LAYERSxHEADSxWIDTH"
 
 
 def is_geometry(name: str) -> bool:

@@ -3,7 +3,6 @@ there."""
 
 import csv
 import errno
-import importlib.util
 import io
 import json
 import os
@@ -12,6 +11,8 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,13 +31,12 @@ TYPE_NAMES = {
 
 
 def import_file(path: Path) -> ModuleType:
-    """Run a Python file, whose name ends in .py, and return it as a module."""
-    specification = importlib.util.spec_from_file_location(
-        f"{path.resolve().parent.name}_{path.stem}", path
-    )
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = module  # dataclasses look themselves up
-    specification.loader.exec_module(module)
+    """Run a Python file, and return it as a module."""
+    name = f"{path.resolve().parent.name}_{path.stem}"
+    loader = SourceFileLoader(name, str(path))
+    module = module_from_spec(spec_from_loader(name, loader))
+    sys.modules[name] = module  # dataclasses look themselves up
+    loader.exec_module(module)
     return module
 
 
@@ -149,6 +149,18 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         if target.exists():
             shutil.copymode(target, file)
         os.replace(file, target)
+
+
+def writable_folder(path: str | Path) -> Path:
+    """Return the path of a folder that can be written to, or be made. Raises OSError at once if it
+    can't, before what is to be written there has taken hours."""
+    folder = Path(path)
+    existing = next(above for above in (folder, *folder.absolute().parents) if above.exists())
+    try:
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        raise OSError(f"{existing} is not a folder that can be written to") from error
+    return folder
 
 
 def writable_target(path: Path) -> Path:

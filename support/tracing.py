@@ -6,6 +6,7 @@ The scripts that write text make one with `--trace FILE.html`. It needs nothing 
 import codecs
 import html
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,14 +44,18 @@ class Trace:
 
     def __init__(
         self,
-        title: str,
-        tokenizer: tiktoken.Encoding,
-        n_ctx: int,
         path: Path,
+        tokenizer: tiktoken.Encoding,
+        model: Any,
+        ids: Tensor,
         context_start: Callable[[int, int], int] | None = None,
     ) -> None:
-        self.title, self.tokenizer, self.n_ctx, self.path = title, tokenizer, n_ctx, path
-        self.context_start = context_start  # where the context begins without a cache
+        """Begin a record of a text that a model writes after ids (1, T). path: of the page, which is
+        titled by the command line; context_start(tokens, n_ctx): where the context begins in a text
+        that is read without a cache."""
+        self.path, self.tokenizer, self.n_ctx = path, tokenizer, model.config.n_ctx
+        self.title = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+        self.context_start = context_start
         self.ids: list[int] = []
         self.start = self.first_fed = 0
         self.reused: tuple[int, int] | None = None
@@ -61,6 +66,8 @@ class Trace:
         self.watched: dict[int, Any] = {}  # by layer: what removes the hook
         # by layer: the last pass's attention and its arguments
         self.calls: dict[int, tuple[nn.Module, tuple]] = {}
+        self.begin(ids[0].tolist())
+        self.watch(model)
 
     def watch(self, model: Any) -> None:
         """Record the attention of a GPT until write(), in at most six of its layers."""

@@ -188,7 +188,7 @@ def test_a_damaged_file_is_one_sentence(tmp_path: Path) -> None:
         path.write_bytes(content)
         refused(run(main, "--model", path), f"{path} is cut off, or not a GGUF file")
     path.unlink()
-    refused(run(main, "--model", path), f"there is no {path}")
+    refused(run(main, "--model", path), f"No such file or directory: '{path}'")
 
 
 def test_a_package_that_is_missing_is_named(

@@ -21,7 +21,6 @@ from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT
 from llama_kv_cache import KVCache, Llama, generate, main
 from load_gpt2_weights import load_model
-from support.cli import PROMPT
 from support.printing import stream
 from tests.helpers import LLAMA3, random_llama, refused, run, write_llama
 from tests.test_equivalence import assert_close, check_any_feeding
@@ -588,7 +587,7 @@ def test_what_is_typed_is_text(kind: str, typed: str, tmp_path: Path) -> None:
 def test_the_script_compares_traces_and_asks(tmp_path: Path) -> None:
     vocab_size = real_form("SmolLM2", tmp_path).get_vocab_size()
     reference(tmp_path, vocab_size=vocab_size, eos_token_id=1)
-    n = len(loader.load_tokenizer(str(tmp_path)).encode(PROMPT))
+    n = len(loader.load_tokenizer(str(tmp_path)).encode("One morning"))
     words = ["--model", tmp_path, "--max-new-tokens", 90]  # past the context of 64
     assert "Same tokens: yes" in run(main, "--compare", *words).out
     page = tmp_path / "page.html"

@@ -34,11 +34,10 @@ from formats.configs import SUPPORTED
 from formats.names import PUBLIC, split_twin
 from formats.products import is_faster
 from formats.tensors import round_weights
-from formats.tokenizers import GPT2_PATTERN, Numbers, byte_characters
+from formats.tokenizers import ARTICLE_PROMPT, GPT2_PATTERN, Numbers, byte_characters
 from gpt_baseline import GPT as BaselineGPT
 from gpt_bounded_cache import BCT
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
-from support.cli import ARTICLE
 from tests.helpers import Ran, process, refused, run
 from tests.test_equivalence import assert_close
 
@@ -310,7 +309,7 @@ from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model
 from support.cli import CommandLine
 cli = CommandLine("x", "y")
-cli.add_model_arguments()
+cli.add_model_options("")
 with cli.parse() as args:
     parameters = load_model(args.model, model_class=GPT).parameters()
     print(sum(parameter.double().sum().item() for parameter in parameters))
@@ -585,7 +584,7 @@ def test_gpt2_tokenizer(tmp_path: Path) -> None:
     for name in ("gpt2-xl", "microsoft/DialoGPT-small", folder):
         assert loader.load_tokenizer(name) is encoding
     assert encoding._pat_str == GPT2_PATTERN  # so that the pocket's text is cut as GPT-2's is
-    assert Numbers().encode(ARTICLE["prompt"]) == encoding.encode(ARTICLE["prompt"])
+    assert Numbers().encode(ARTICLE_PROMPT) == encoding.encode(ARTICLE_PROMPT)
 
 
 def write_vocabulary(folder: Path, merges: str) -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from support.cli import TAKEN_BY
 from tests.helpers import Ran, process, read_pocket_config, refused, start
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -93,24 +92,25 @@ def test_an_untrained_model_writes_what_the_article_lets_it_write(
         raise OSError(f"no network for {name}")
 
     monkeypatch.setattr("tiktoken.get_encoding", offline)
-    ran = start("gpt_kv_cache --compare --random 2x2x8 --threads 1")
+    untrained = "gpt_kv_cache --model random:2x2x8 --threads 1"
+    ran = start(f"{untrained} --prompt 'Hello, I am' --max-new-tokens 200 --compare")
     assert ran.code == 0 and re.search(r"\nHello, I am( \d+){200}\n", ran.out)
     assert "Same tokens: yes (no cache: 200, KV cache: 200)" in ran.out
     offline = "can't download GPT-2's tokenizer (no network for gpt2): run this once with internet"
     assert f"tokens are shown as numbers: {offline}" in ran.err
-    other = start("gpt_kv_cache --random 2x2x8 --prompt Hi")
-    assert other.code == 2 and "the prompt must be 'Hello, I am', got 'Hi'" in other.err
+    other = start(untrained)
+    assert other.code == 2 and "the prompt must be 'Hello, I am', got 'One morning'" in other.err
 
 
 def test_a_students_cache_takes_the_place_of_ours(tmp_path: Path) -> None:
     command = f"gpt_kv_cache --compare --max-new-tokens 20 --cache {tmp_path / 'exercise.py'}"
-    refused(start(command), "there is no ")
+    refused(start(command), "exercise.py: FileNotFoundError")
     ours = "from gpt_kv_cache import KVCache\n\nclass Cache(KVCache):\n    "
     stub = "def append(self, *_):\n        raise NotImplementedError('exercise 2.1')\n"
     for source, said in [
-        ("x = 1\n", "has no class Cache"),
+        ("x = 1\n", "has no attribute 'Cache'"),
         (ours + stub, "exercise 2.1 isn't written"),
-        ("class Cache(\n", "line 1"),
+        ("class Cache(\n", "SyntaxError: '(' was never closed (exercise.py, line 1)"),
         (f"{ours}def __init__(self, n):\n        pass\n", "exercise.py: TypeError"),
         (f"{ours}def __init__(self):\n        self.n = m\n", "line 5: NameError"),
     ]:
@@ -127,14 +127,13 @@ BAD = {  # a command, and what its sentence must hold
     "gpt_baseline --model gpt5": "gpt5 mean gpt2?",
     "gpt_baseline --model qqqq": "qqqq pocket --help",
     "gpt_kv_cache --model pocket:int99": "pocket:int99 2 to 8",
-    "gpt_kv_cache --top-k 5": "--top-k 5 --temperature",
+    "gpt_kv_cache --top-k 5": "--top-k --temperature",
     "gpt_baseline --model tests": "config.json tests",
     "gpt_kv_cache --trace .": ". is not a regular file",
-    "gpt_kv_cache --trace README.md/x.html": "README.md",
+    "gpt_kv_cache --trace README.md/x.html": "Not a directory README.md",
     "gpt_kv_cache --max-new-tokens 2 --temperature nan": "temperature at least 1e-6 nan",
     "gpt_kv_cache --model pocket-bct": "config.json gpt_bounded_cache.py --memory bct",
-    f"gpt_kv_cache --random {'x' * 5000}": f"124M {'x' * 49} ...",
-    "gpt_kv_cache --random 124M --model gpt2": "124M gpt2",
+    "gpt_kv_cache --model random:x": "124M LAYERSxHEADSxWIDTH 'x'",
     "gpt_bounded_cache --slots 5 --memory sinks": "--slots 5 at least 6",
     "gpt_bounded_cache --slots 50 --memory bct": "bct --slots",
     "gpt_bounded_cache --model pocket-bct --memory window": "describes a BCT",
@@ -145,12 +144,12 @@ BAD = {  # a command, and what its sentence must hold
     "overfill write --student pocket-bct": "describes a BCT",
     "overfill --max-new-tokens 1": "at least 2 got 1",
     "overfill --max-new-tokens 5000": f"5000 context of {CONFIG['n_ctx']}",
-    "overfill --top-k 2": "demo has no --top-k",
-    "recycle chat --store ''": "--store is empty",
-    "recycle run --out /proc/x": "is not a folder that can be written to",
-    "recycle chat --fresh --store x": "--fresh --store x not both",
+    "overfill --top-k 2": "unrecognized arguments: --top-k 2",
+    "recycle chat --store ''": "is empty",
+    "recycle run --out /proc/x": "/proc is not a folder that can be written to",
+    "recycle chat --fresh --store x": "--store not allowed with --fresh",
     "recycle chat --capacity 0": "--capacity at least 1 '0'",
-    "recycle chat --encoder tokens": "chat has no --encoder",
+    "recycle talk": "invalid choice: 'talk' run chat",
     f"recycle --max-new-tokens {CONFIG['n_ctx'] - 12}": f"{CONFIG['n_ctx'] - 12} {CONFIG['n_ctx']}",
     "paged serve": "required: FILE",
     "paged run x.txt": "unrecognized x.txt",
@@ -158,14 +157,7 @@ BAD = {  # a command, and what its sentence must hold
     "paged --blocks 3": "blocks there are 3",
     "paged --max-new-tokens 5000": "5000 more context of",
     "speculate write --draft 0": "--draft at least 1 '0'",
-    "speculate --model X": "--model X --teacher and --student",
-    "speculate write --model=X": "--model=X --teacher and --student",
-    "overfill --model X": "--model X --teacher and --student",
-    "gpt_kv_cache --teacher X": "--teacher X --model",
-    "load_gpt2_weights --model X": "--model model's name alone",
-    "gpt_kv_cache --chat": "--chat llama_kv_cache.py takes --chat",
-    "compress --policy every": "--policy overfill.py write takes --policy",
-    "paged serve x.txt --memory bct": "--memory gpt_bounded_cache.py takes --memory",
+    "gpt_kv_cache --chat": "unrecognized arguments: --chat",
     "studies.projection --pairs pairs.csv --kinds quiz": "--pairs --kinds",
 }
 
@@ -174,12 +166,6 @@ BAD = {  # a command, and what its sentence must hold
 def test_bad_input_gets_one_sentence(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     refused(start(command), *BAD[command].split())
-
-
-@pytest.mark.parametrize("option", TAKEN_BY)
-def test_an_option_is_taken_by_the_script_that_is_named_for_it(option: str) -> None:
-    ran = start(f"{TAKEN_BY[option].replace('.py', '')} --help")
-    assert re.search(rf"^  {option} ", ran.out, re.M), ran.out + ran.err
 
 
 @pytest.fixture(scope="module")

@@ -37,17 +37,19 @@ def sharp(model: torch.nn.Module) -> torch.nn.Module:
 
 def begun(ids: list[int], path: Path = Path()) -> Trace:
     """Return a trace of a text that begins with ids."""
-    trace = Trace("title", load_tokenizer("pocket"), CONFIG.n_ctx, path, gpt_baseline.context_start)
-    trace.begin(ids)
-    return trace
+    return trace_of(gpt_kv_cache.GPT(CONFIG), torch.tensor([ids], dtype=torch.long), path)
+
+
+def trace_of(model: torch.nn.Module, ids: torch.Tensor, path: Path) -> Trace:
+    """Return a trace of a text that a model writes after ids (1, T)."""
+    return Trace(path, load_tokenizer("pocket"), model, ids, gpt_baseline.context_start)
 
 
 def traced(module: ModuleType, cache: Any, n_prompt: int, n: int, path: Path) -> Trace:
     torch.manual_seed(0)
     config = of_kind("Llama", CONFIG) if module is llama_kv_cache else CONFIG
     model = sharp((class_of(config) if module is llama_kv_cache else module.GPT)(config))
-    trace = begun(prompt(n_prompt)[0].tolist(), path)
-    trace.watch(model)
+    trace = trace_of(model, prompt(n_prompt), path)
     trace.model = model
     options = {} if cache is None else {"cache": cache}
     for token in module.generate(model, prompt(n_prompt), n, **options):
@@ -203,10 +205,9 @@ def test_attention_and_mass_of_a_bct_are_those_of_its_recurrence(n: int, rule: s
     torch.manual_seed(0)
     config = gpt_bounded_cache.BCTConfig(**vars(CONFIG), slots=3, recent=8, rule=rule)
     model, cache = sharp(gpt_bounded_cache.BCT(config)), gpt_bounded_cache.BoundedMemory()
-    trace, fed = begun(prompt(n)[0].tolist()), []
+    trace, fed = trace_of(model, prompt(n), Path()), []
     for block in model.h:
         block.memory.register_forward_pre_hook(lambda _, args: fed.append(args[:3]))
-    trace.watch(model)
     model(prompt(n), cache)
     trace.step(1, cache)
     step = trace.steps[0]

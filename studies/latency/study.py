@@ -28,7 +28,7 @@ from gpt_kv_cache import GPT, generate
 from load_gpt2_weights import NAMES
 from recycle import Store, prefilled_cache
 from studies.core import Rows, Setting, StudyLine, load_chosen_model, open_rows, points_over, report
-from support.cli import GEOMETRIES
+from support.conditions import GEOMETRIES
 from support.timing import run_in_turns, time_call, time_text
 
 STORED_PERCENTS = (0, 25, 50, 75, 90, 100)  # of a prompt; 100: all but its last token

@@ -49,8 +49,7 @@ from recycle import (
 )
 from studies import core
 from studies.core import STUDIES_FOLDER, Rows, StudyLine, load_chosen_model, open_model_rows, report
-from support.cli import GEOMETRIES
-from support.conditions import is_geometry
+from support.conditions import GEOMETRIES, is_geometry
 from support.encoders import load_encoder
 from support.printing import end_tokens_of
 from support.statistics import bootstrap

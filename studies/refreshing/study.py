@@ -630,9 +630,8 @@ def measure(rows: Rows, args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     cli = StudyLine(__doc__, "refreshing", "less of everything", model="--teacher", again=True)
-    cli.add_student_argument("the model that decodes")
+    cli.add_options("--student", "--chat")
     cli.add_argument("--prompts", metavar="FILE", help="CSV of your own prompts, column prompt")
-    cli.add_chat_argument()
     with cli.parse(argv) as args:
         others = args.prompts or args.student or args.model not in ("pocket", REAL_MODEL)
         if args.chat and not args.prompts:
