@@ -19,11 +19,11 @@ def fingerprint(model: nn.Module, identity: str = "") -> str:
 
     Nothing else is noticed, such as a hook, an attribute that isn't in the configuration, the code
     of a class, or weights that aren't parameters: if keys or values depend on it, identity has to
-    name it.
+    name it. Raises ValueError if the configuration doesn't show its values.
     """
     config = f"{model.config}"
     if " at 0x" in config:
-        raise ValueError(f"{config} doesn't show its values: make its class a dataclass")
+        raise ValueError(f"a configuration must show its values, as a dataclass does, got {config}")
     digest = hashlib.sha256(f"KV pages, version 1; {config}".encode())
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
