@@ -118,6 +118,8 @@ class Adapter(nn.Module):
         c = model.config.get_text_config(decoder=True)
         self.context = c.max_position_embeddings
         self.config = SimpleNamespace(
+            # all that the model is, but where it was loaded from: a store knows it by this
+            model=f"{type(model).__name__} {model.config.to_dict() | {'_name_or_path': ''}}",
             vocab_size=c.vocab_size,
             n_ctx=c.max_position_embeddings,
             n_layer=c.num_hidden_layers,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from support.files import regular_file, short_repr
-from support.fingerprints import identity, model_versions, raw_bytes
+from support.fingerprints import fingerprint, model_versions, raw_bytes
 from support.geometry import kv_heads
 from support.prefix import common_prefix_length
 
@@ -145,14 +145,20 @@ class Store:
     processes get their turn. One put() deletes at most SLICES slices, and then stores as much as
     fits.
 
-    Each model has a folder of its own, named after its identity(): weights, buffers, settings and
-    classes, but not the code of these. The model must be in eval() and stay unchanged:
-    model_versions() says which changes get() and put() notice. A store must not be used by several
-    threads at once, nor across a fork. Folders in formats before this one are left alone.
+    Each model has a folder of its own, named after its fingerprint(): class, configuration,
+    parameters and buffers. identity: names what else the keys and values depend on, such as a hook
+    that changes them. The model must be in eval() and stay unchanged: model_versions() says which
+    changes get() and put() notice, a hook that is added later among them. A store must not be used
+    by several threads at once, nor across a fork. A folder with a store of the kind before this one
+    is refused by ValueError, and left as it is.
     """
 
     def __init__(
-        self, model: nn.Module, folder: Path | str | None = None, capacity: float = float("inf")
+        self,
+        model: nn.Module,
+        folder: Path | str | None = None,
+        capacity: float = float("inf"),
+        identity: str = "",
     ) -> None:
         if not capacity > 0:  # NaN isn't, either
             raise ValueError(f"the capacity must be more than 0 bytes, got {capacity}")
@@ -164,13 +170,13 @@ class Store:
         self._device = weight.device
         self._run_shape = (config.n_layer, 2, heads, -1, config.head_dim)
         self._token_bytes = 2 * config.n_layer * heads * config.head_dim * self._dtype.itemsize
-        self._identity = identity(model)
+        self._identity = fingerprint(model, identity)
         self._versions = model_versions(model)
         self._check_model()
         self._runs_in_memory: dict[int, np.ndarray] = {}  # the files, if there is no folder
         self._warned = False
         self._swept = False  # whether what damage and killed processes left has been deleted
-        self.folder = None if folder is None else Path(folder) / f"kv-{self._identity[:16]}"
+        self.folder = None if folder is None else Path(folder) / f"model-{self._identity[:16]}"
         self._index = self._open_index()
 
     @property
@@ -290,10 +296,15 @@ class Store:
     # The index and its transactions.
 
     def _open_index(self) -> sqlite3.Connection:
-        """Return the folder's index, or one in memory if there is no folder, or it can't be
-        used."""
+        """Return the folder's index, or one in memory if there is no folder, or it can't be used.
+        Raises ValueError if the folder holds a store of the kind before this one."""
         try:
             if self.folder:
+                if [*self.folder.parent.glob("kv-*")]:
+                    raise ValueError(
+                        f"{self.folder.parent} holds caches of an older kind: name another folder, "
+                        "or delete it"
+                    )
                 self.folder.mkdir(parents=True, exist_ok=True)
             place = self.folder / "index.db" if self.folder else ":memory:"
             index = sqlite3.connect(

@@ -21,7 +21,6 @@ from paged import PagedCache, Server
 from pair import Pair
 from recycle import prefilled_cache
 from speculate import DraftCounts, draft_from_text, speculate
-from support.fingerprints import fingerprint
 from support.store import Store
 from tests.helpers import ROOT, process
 from tests.test_equivalence import assert_close
@@ -325,7 +324,7 @@ def test_a_check_says_what_is_wrong_with_a_model() -> None:
 def test_models_of_transformers_that_compute_other_keys_of_equal_weights_have_other_folders(
     tmp_path: Path,
 ) -> None:
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     from borrow.adapter import Adapter
 
     def adapter(change: Callable[[nn.Module], object] = id, **options: object) -> nn.Module:
@@ -341,25 +340,30 @@ def test_models_of_transformers_that_compute_other_keys_of_equal_weights_have_ot
         adapter(**scaled(rope_type="default") | scaled(rope_theta=100.0, rope_type="default")),
         adapter(**scaled(rope_type="linear", factor=2.0)),
         adapter(rms_norm_eps=0.1),
-        adapter(lambda model: setattr(model.model.norm, "variance_epsilon", 0.1)),
         adapter(lambda model: model.model.rotary_emb.inv_freq.mul_(2)),
         adapter(lambda model: model.register_buffer("more", torch.ones(1))),
         adapter(hidden_act="gelu"),
     ]
-    assert len({fingerprint(model) for model in models}) == 1
     folders = set()
     for model in models:
         store, ids = Store(model, tmp_path), [*range(20)]
         assert len(store.get(ids)) == 0
         store.put(ids, prefilled_cache(model, ids))
-        assert len(store.get(ids)) == 19
         folders.add(store.folder)
     assert len(folders) == len(models)
-    models[0].model.save_pretrained(tmp_path / "saved")
-    saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved")
-    again = [Store(Adapter(saved), tmp_path).get(ids)]
-    again.append(Store(adapter(), tmp_path).get(ids))
-    assert len(again[1]) == 19
+    assert len(Store(adapter(), tmp_path).get(ids)) == 19
+
+
+def test_a_model_that_is_saved_and_loaded_elsewhere_has_the_same_folder(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from borrow.adapter import Adapter
+
+    folders = set()
+    for name in ("one", "other"):
+        tiny("Llama").save_pretrained(tmp_path / name)
+        model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / name)
+        folders.add(Store(Adapter(model.eval()), tmp_path / "caches").folder)
+    assert len(folders) == 1
 
 
 # --- The files, alone in a folder ---------------------------------------------------------------------

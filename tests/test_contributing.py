@@ -35,7 +35,6 @@ def shell(folder: Path, command: str) -> str:
 def test_every_file_that_the_page_names_exists() -> None:
     names = {*re.findall(r"[\w/*]+\.(?:py|toml|diff)\b", TEXT)} - {"exercise.py", "solution.py"}
     assert len(names) > 10 and [name for name in names if not [*ROOT.glob(name)]] == []
-    assert len(TEXT.splitlines()) < 90  # a screen, and the examples
 
 
 @pytest.mark.slow
@@ -45,12 +44,6 @@ def test_a_policy_a_cache_and_a_claim_are_there_once_their_lines_are(copy: Path)
     assert "small norm, an eighth" in shell(copy, "python3 compress.py --tokens 128")
     judge = "from studies.core import Rows, judge_claims; print(judge_claims(Rows('lengths'))[-1]['verdict'])"
     assert shell(copy, f'python3 -c "{judge}"').strip() in ("HOLDS", "DOES NOT HOLD", "NOT SHOWN")
-
-
-@pytest.mark.slow
-def test_the_house_has_room_for_all_of_them(copy: Path) -> None:
-    ran = shell(copy, "python3 -m pytest tests/test_house.py")
-    assert re.search(r"^\d+ passed", ran, re.M), ran
 
 
 @pytest.mark.slow

@@ -519,47 +519,6 @@ def test_what_is_typed_is_only_text(live_page: Any) -> None:
     assert live_page.text_content("#text-full").startswith(typed)
 
 
-@slow
-@pytest.mark.parametrize("width", [400, 800, 1280, 1920])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_fits_screens_and_can_be_read(width: int, scheme: str, page: Any) -> None:
-    page.set_viewport_size({"width": width, "height": 900})
-    page.emulate_media(color_scheme=scheme)
-    page.goto(PAGE.as_uri())
-    page.wait_for_function("document.getElementById('prefix').textContent.includes('Read all')")
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    unnamed = """[...document.querySelectorAll('button, input, select, textarea, [role=img], [role=region]')].filter(e =>
-      !(e.labels && e.labels[0] && e.labels[0].firstChild.textContent.trim()) && !e.getAttribute('aria-label') &&
-      !(e.tagName === 'BUTTON' && e.textContent.trim())).map(e => e.id)"""
-    assert page.evaluate(unnamed) == []
-    # contrast of words and paper by WCAG's formula: at least 4.5, also in cells, however much attention they get
-    contrast = """() => {
-      const numbers = colour => {
-        const parts = colour.match(/[\\d.]+/g).map(Number);
-        return parts.length === 3 ? [...parts, 1] : parts;
-      };
-      const over = (above, below) => below.slice(0, 3).map((part, i) => above[i] * above[3] + part * (1 - above[3]));
-      const luminance = colour => {
-        const shares = colour.slice(0, 3).map(number => number / 255);
-        const [r, g, b] = shares.map(v => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
-        return .2126 * r + .7152 * g + .0722 * b;
-      };
-      for (const share of [0, .25, .5, .75, 1])
-        document.getElementById('cells').append(cell('held', 'held', 'word', share, ''));
-      const paper = numbers(getComputedStyle(document.body).backgroundColor);
-      const shown = ['body', 'label', 'a', '#write', '.legend', '.cell small', '.cell.new small', '.status', '#cells .cell b'];
-      return Math.min(...shown.flatMap(selector => [...document.querySelectorAll(selector)]).map(e => {
-        const style = getComputedStyle(e), below = over(numbers(style.backgroundColor), paper);
-        const [light, dark] = [luminance(numbers(style.color)), luminance(below)].sort((a, b) => b - a);
-        return (light + .05) / (dark + .05);
-      }));
-    }"""
-    assert page.evaluate(contrast) >= 4.5
-    page.keyboard.press("Tab")
-    outline = "getComputedStyle(document.activeElement).outlineStyle"
-    assert page.evaluate(outline) == "solid"
-
-
 class Links(HTMLParser):
     """The links of a page, and what they may lead to."""
 

@@ -81,8 +81,7 @@ def test_links_lead_to_files_and_headings() -> None:
     assert links > 100
 
 
-def test_the_front_page_is_short_and_its_counts_are_right() -> None:
-    assert len(README.split()) <= 900
+def test_the_front_pages_counts_are_right() -> None:
     names = ("gpt_baseline", "gpt_kv_cache", "llama_kv_cache")
     base, kv, llama = ((ROOT / f"{name}.py").read_text(encoding="utf-8") for name in names)
     assert f"{len(hunks(base, kv))} hunks" in README

@@ -28,7 +28,6 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -50,7 +49,6 @@ from recycle import (
 from studies import core
 from studies.core import STUDIES_FOLDER, Rows, StudyLine, load_chosen_model, open_model_rows, report
 from support.conditions import GEOMETRIES, is_geometry
-from support.encoders import load_encoder
 from support.printing import end_tokens_of
 from support.statistics import bootstrap
 from support.store import Store
@@ -261,8 +259,6 @@ def add_similarity(rows: Rows, vectors: dict[str, np.ndarray], setting: dict) ->
 
 def difference_to_recorded(args: argparse.Namespace) -> str:
     """Return how a run differs from the recorded ones, "" if it doesn't."""
-    if args.encoder and Path(args.encoder).name != ENCODER:
-        return "run with another encoder"
     if args.model in RECORDED_MODELS or "DialoGPT-medium" in args.model:  # the source's own model
         return ""
     return "run of another model"
@@ -275,21 +271,12 @@ def main(argv: list[str] | None = None) -> None:
         "once, and 5 new tokens of other models than pocket",
         models=f"{NAMES}; or random weights of the size of {GEOMETRIES} (355M is DialoGPT-medium's)",
     )
-    cli.add_argument(
-        "--encoder",
-        metavar="NAME",
-        help="embeddings for the nearest prompt: tokens, the model's own, or a model of "
-        f"sentence-transformers; default: recorded ones of {ENCODER}",
-    )
     with cli.parse(argv) as args:
         stored_prompts, test_prompts = map(read_prompts, prompt_files(args.model))
         model, name = load_chosen_model(args)
         tokenizer = load_tokenizer("gpt2" if is_geometry(args.model) else args.model)
-        encoder = (
-            load_encoder(args.encoder, model, tokenizer) if args.encoder else recorded_encoder()
-        )
         form = prompt_form(args.model, tokenizer)
-        recycler = Recycler(Store(model, args.out / "cache"), tokenizer, encoder, form)
+        recycler = Recycler(Store(model, args.out / "cache"), tokenizer, recorded_encoder(), form)
         max_new_tokens = 5 if args.quick and args.model != RECORDED_MODELS[0] else NEW_TOKENS
         trial = Trial(recycler, test_prompts, max_new_tokens)
         setting = {"model": args.model}
@@ -302,7 +289,7 @@ def main(argv: list[str] | None = None) -> None:
             model,
             f"{config.n_layer} layers of width {config.n_embd:,}",
             f"{len(test_prompts)} prompts, {max_new_tokens} new tokens, greedy; turns: {turns}",
-            f"embeddings by {Path(ENCODER if args.encoder is None else args.encoder).name}",
+            f"embeddings by {ENCODER}",
         )
         settings = [  # the source's order comes first: nothing may be warm
             ("source", "own", stored_prompts),
