@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gpt_kv_cache import check_options, context_start, sample
+from gpt_kv_cache import check_options, context_start, keep_top_k, sample
 from support.geometry import kv_heads
 from support.prefix import common_prefix_length
 
@@ -215,7 +215,8 @@ class PagedCache:
 
 class Batch:
     """The cache for one pass over tokens of many texts, which follow one another in a single row
-    (1, T): no text is padded to another's length, and a shared block is read once.
+    (1, T): no text is padded to another's length, and a shared block is read once. Slots, blocks and
+    mask are the same in all layers, and made once.
 
     A failed pass changes nothing: what it wrote lies behind the tokens that count as read. A pass
     whose keys or values aren't finite fails with a ValueError.
@@ -246,9 +247,10 @@ class Batch:
         self.ids = torch.tensor([ids]).to(device)  # (1, T)
         self.slots = torch.tensor(slots).to(device)  # (T,)
         self.blocks = torch.tensor(blocks).to(device)
-        self.mask = mask.to(device)
         self.pos = pos.to(device)
-        self.finite = torch.tensor(True, device=device)
+        # Added to the scores: a mask of True and False would be converted to that in every layer.
+        self.mask = cache.pool.new_zeros(mask.shape).masked_fill_(~mask.to(device), -math.inf)
+        self.largest: list[Tensor] = []  # of each layer's new keys and values
 
     def __len__(self) -> int:
         return max(text.n_read for text in self.texts)
@@ -262,11 +264,12 @@ class Batch:
         self, layer: int, k: Tensor, v: Tensor, pos: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Add a layer's keys and values (1, H, T, D) of the tokens at positions pos (T,). Return
-        those of all slots (1, H, S, D) and the mask (T, S), which keeps the texts apart."""
-        new = torch.cat([k, v])
-        self.finite &= new.isfinite().all()
+        those of all slots (1, H, S, D) and the mask (T, S), which keeps the texts apart: it is added
+        to the scores."""
+        new = torch.cat([k, v])  # (2, H, T, D)
+        self.largest.append(torch.linalg.vector_norm(new, math.inf))  # NaN if one of them is
         new = new.nan_to_num(0, 0, 0)  # 0 times what isn't finite would be NaN, in other texts too
-        self.layers[layer].flatten(2, 3)[:, :, self.slots] = new  # (2, H, T, D)
+        self.layers[layer].flatten(2, 3).index_copy_(2, self.slots, new)
         if len(self.texts) == 1 and not len(self):
             return k, v, None  # all keys are new
         kv = self.cache.gather(layer, self.blocks)  # (2, H, S, D)
@@ -274,7 +277,7 @@ class Batch:
 
     def commit(self, pos: Tensor) -> None:
         """Count the tokens at positions pos (T,) as read. Raises ValueError if a key or value wasn't finite."""
-        if not self.finite:
+        if not torch.stack(self.largest).isfinite().all():
             dtype = self.layers.dtype
             raise ValueError(f"keys and values aren't finite: activations overflow (in {dtype})")
         for text, n in zip(self.texts, self.counts, strict=True):
@@ -295,9 +298,33 @@ def slot_positions(tables: list[list[int]], blocks: list[int], cache: PagedCache
     """Return the position (texts, S) that each slot of some blocks has in each text: FAR in a text
     whose table doesn't list the block."""
     begins = torch.full((len(tables), cache.n_blocks), FAR)  # where a block begins in a text
+    rows, listed, indices = [], [], []
     for row, table in enumerate(tables):
-        begins[row, table] = torch.arange(len(table)) * cache.block_size
+        rows += [row] * len(table)
+        listed += table
+        indices += range(len(table))
+    begins[rows, listed] = torch.tensor(indices) * cache.block_size
     return (begins[:, blocks, None] + torch.arange(cache.block_size)).flatten(1)
+
+
+def choose(logits: Tensor, texts: Sequence[Text]) -> list[int]:
+    """Return the next token of each text, given its logits (texts, V): that which sample() chooses
+    for it alone. All are fetched from the device together. Raises ValueError as sample() does."""
+    chosen = sample(logits, 0.0, None, None)[:, 0]
+    rows = [row for row, text in enumerate(texts) if text.temperature > 0]
+    if rows:
+        sampled = [texts[row] for row in rows]
+        logits = logits[rows].float()
+        logits = logits - logits.amax(dim=1, keepdim=True)
+        noise = torch.empty_like(logits)
+        for i, text in enumerate(sampled):
+            if text.top_k is not None:
+                logits[i : i + 1] = keep_top_k(logits[i : i + 1], text.top_k)
+            noise[i].exponential_(generator=text.generator)
+        temperatures = torch.tensor([[text.temperature] for text in sampled]).to(logits)
+        # So torch.multinomial() draws from a row, but it waits for the device at each row.
+        chosen[rows] = ((logits / temperatures).softmax(dim=1) / noise).argmax(dim=1)
+    return chosen.tolist()
 
 
 class Server:
@@ -417,17 +444,15 @@ class Server:
         counts = [min(text.n_unread, self.chunk_size) for text in texts]  # 1 when decoding
         batch = Batch(self.cache, texts, counts)
         logits = self.model(batch.ids, batch, last_only=self.prefilled_last)[0]  # (texts, V)
-        chosen = []
+        if texts[0].n_unread:  # the prompt that is being prefilled has another chunk
+            return []
         try:
-            for text, row in zip(texts, logits[:, None], strict=True):
-                if not text.n_unread:
-                    token = sample(row, text.temperature, text.top_k, text.generator)
-                    chosen.append((text, int(token)))
+            chosen = choose(logits, texts)
         except ValueError:
             for text in texts:
                 self.cache.free(text)
             raise
-        return [self.write_token(text, token) for text, token in chosen]
+        return [self.write_token(*pair) for pair in zip(texts, chosen, strict=True)]
 
     def admit(self) -> bool:
         """Give the first waiting text the blocks that its tokens need, if one block per running

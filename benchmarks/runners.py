@@ -24,6 +24,7 @@ import gpt_baseline
 import gpt_bounded_cache
 import gpt_kv_cache
 import llama_kv_cache
+from benchmarks.captured_step import ConstantShapes
 from benchmarks.llama_cpp import LlamaCpp
 from formats.checkpoints import open_checkpoint
 from formats.products import order_for_decoding
@@ -358,6 +359,7 @@ CONTENDERS = {  # each is made from a Setup
     UNCACHED: partial(Ours, module=gpt_baseline),
     BASE: Ours,
     "gpt_bounded_cache.py, preallocated": partial(bounded, window=NO_LIMIT),
+    "gpt_bounded_cache.py, constant shapes": ConstantShapes,
     "gpt_bounded_cache.py, window of 256": partial(bounded, window=256),
     "gpt_bounded_cache.py, BCT, 24 slots": RandomBCT,
     **{f"{BASE}, {name}": partial(Ours, dtype=dtype) for name, dtype in HALF.items()},

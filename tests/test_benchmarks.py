@@ -59,6 +59,7 @@ def plain(folder: Path, ids: torch.Tensor, n: int) -> torch.Tensor:
 CACHED = {  # tokens whose keys and values are held, after 12 and 20 more
     "gpt_baseline.py": 0,
     "gpt_bounded_cache.py, preallocated": 65,
+    "gpt_bounded_cache.py, constant shapes": 65,
     "transformers, StaticCache": 64,
 }
 
@@ -72,6 +73,19 @@ def test_equal_weights_give_equal_tokens(name: str, folder: Path) -> None:
     assert len(done["steps_ms"]) == 20 and min(done["steps_ms"]) > 0 and done["first_ms"] > 0
     token = 2 * CONFIG.n_layer * 2 * CONFIG.n_head * CONFIG.head_dim * 4  # of two texts
     assert done["nbytes"] == token * CACHED.get(name, 12 + 20)
+
+
+def test_steps_of_constant_shapes_are_the_same_work_and_wait_for_nothing(folder: Path) -> None:
+    """So a GPU can capture one of them and replay it."""
+    tokens, steps = runner_of("gpt_bounded_cache.py, constant shapes", folder).start(prompt()), []
+    next(tokens)
+    for _ in range(3):
+        with torch.profiler.profile(record_shapes=True) as profile:
+            next(tokens)
+        steps.append([f"{event.name} {event.input_shapes}" for event in profile.events()])
+    assert steps[0] == steps[1] == steps[2]
+    assert not any(name.startswith(("aten::item", "aten::nonzero")) for name in steps[0])
+    assert len([*tokens]) == CONFIG.n_ctx - 12 - 3  # the context is full
 
 
 @pytest.mark.slow

@@ -49,6 +49,14 @@ VARIANTS = [
     replace(SMALL_BCT, write_first=False),
 ]
 
+# By the paper's rule a slot's key is a sum of up to 70 tokens' keys. Scores are large, attention is sharp, and amplifies
+# the rounding of the products before it: in float64 the last variant of that rule is off by 570 times the unit of
+# rounding, the first variant of ours by 30. It is not the order of BCT's own sums: both forms are off by the same, and
+# by no less with the memory in float64. Off at most, over eight seeds on a CPU, and on an H100: 4.1e-5 and 1.04e-4 of
+# the largest logit; 1.3e-4 and 2.3e-4 in gradients of up to 0.45.
+AMPLIFIED = {"mean": 1, "sum": 3}  # times the usual tolerance of logits
+GRADIENTS = {"mean": 1e-5, "sum": 5e-4}
+
 
 def banded(model: GPT, ids: Tensor, window: int, sinks: int, held: int = 0) -> Tensor:
     """GPT-2's formula, in which a token sees the last `window` and the first `sinks`; keys and
@@ -234,8 +242,10 @@ def test_identity_of_the_parallel_form_and_of_any_feeding_with_the_recurrence(
     assert slots.keys.any() == config.random_start
     for chunk in (1, 7, 64, 1000):
         monkeypatch.setattr(WriteMemory, "chunk", chunk)
-        assert_close(model(ids), expected, torch.float32)
-        check_any_feeding(model, ids, expected, BoundedMemory(), seed=chunk)
+        assert_close(model(ids), expected, torch.float32, AMPLIFIED[config.rule])
+        check_any_feeding(
+            model, ids, expected, BoundedMemory(), chunk, amplified=AMPLIFIED[config.rule]
+        )
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -293,7 +303,7 @@ def test_gradients_of_bct_are_those_of_the_recurrence(config: BCTConfig) -> None
     losses = (form.square().mean() for form in (model(ids), recurrence(model, ids)))
     found = (torch.autograd.grad(loss, [*model.parameters()]) for loss in losses)
     for got, expected in zip(*found, strict=True):
-        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-3)
+        torch.testing.assert_close(got, expected, atol=GRADIENTS[config.rule], rtol=1e-3)
 
 
 # A write weight near 0 makes a slot of next to no mass: dividing by it must not blow up.

@@ -104,7 +104,12 @@ def failing(model: torch.nn.Module, part: str, *, nan: bool = False) -> Iterator
 
 
 def check_any_feeding(
-    model: torch.nn.Module, ids: Tensor, expected: Tensor, cache: KVCache, seed: int
+    model: torch.nn.Module,
+    ids: Tensor,
+    expected: Tensor,
+    cache: KVCache,
+    seed: int,
+    amplified: float = 1,
 ) -> None:
     """Read ids by random chunks with a cache and its clones in turn; between these passes, some
     fail on other tokens, and caches are truncated. The logits must be the expected ones (B, T, V)
@@ -129,7 +134,8 @@ def check_any_feeding(
                     model((ids[:, n : n + T] + 1) % model.config.vocab_size, cache)
                 assert len(cache) == int(cache.positions(1)) == n and cache.nbytes == nbytes
             else:
-                assert_close(model(ids[:, n : n + T], cache), expected[:, n : n + T], torch.float32)
+                got = model(ids[:, n : n + T], cache)
+                assert_close(got, expected[:, n : n + T], torch.float32, amplified)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
@@ -185,9 +191,10 @@ def difference(got: Tensor, expected: Tensor) -> float:
     return ((got.double() - expected).abs().max() / expected.abs().max()).item()
 
 
-def assert_close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+def assert_close(got: Tensor, expected: Tensor, dtype: torch.dtype, amplified: float = 1) -> None:
+    """amplified: how many times the usual rounding is allowed."""
     found = difference(got, expected)
-    assert found < TOLERANCE[dtype], f"{found:.2e}"
+    assert found < amplified * TOLERANCE[dtype], f"{found:.2e}"
 
 
 def assert_close_in_half(got: Tensor, expected: Tensor, exact: Tensor) -> None:
