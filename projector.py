@@ -44,7 +44,7 @@ from tqdm import tqdm
 
 from gpt_kv_cache import KVCache, check_options, generate
 from llama_kv_cache import rotate, rotation
-from load_gpt2_weights import POCKET, load_model, load_tokenizer, read_weights
+from load_gpt2_weights import load_model, load_tokenizer, read_weights
 from pocket import corpus
 from recycle import prefilled_cache
 from support.cli import CommandLine, utf8
@@ -52,11 +52,9 @@ from support.encoders import PairEncoder
 from support.files import read_json, write_atomically, write_json
 from support.fingerprints import fingerprint, raw_bytes
 from support.geometry import kv_heads, rotary_settings
-from support.gguf_files import SMOLLM2
 from support.regression import cross_validate, ridge
 from support.statistics import kl
 from support.tables import table
-from support.texts import CAPITALS, read_pairs
 from support.tokenizers import END_OF_TEXT
 
 LOSS_PENALTIES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # of stage 1, for cross-validation
@@ -713,9 +711,6 @@ def lower_thread_priority() -> None:
 # Made by python3 -m studies.projection --kinds quiz.
 QUIZ_LIBRARY = Path(__file__).resolve().parent / "data" / "quiz_library"
 PROPOSED, OURS = "proposed", "ours"  # folders in it, and names of the ways
-# The demo's fit on a model other than pocket:
-FIT_FAMILIES, FIT_STEPS, FIT_PENALTY = 20, 20, 1e-2
-SUMMARY_TOKENS = 8
 MAX_MAP_BYTES = 4_000_000_000  # bytes of stage 1's map
 GOOD_KL = 0.05  # nats, the proposal's threshold
 FirstToken = Callable[[str, list[int]], Tensor]  # a text and its ids -> logits (V,)
@@ -824,46 +819,6 @@ def reworded_questions(stored: set[str]) -> list[str]:
     return questions
 
 
-def fit_library(model: nn.Module, tokenizer: tiktoken.Encoding) -> tuple[Library, list[str]]:
-    """Fit both stages, reduced to FIT_FAMILIES families of questions about capitals in two wordings, on a model. Return
-    a library of questions about other capitals, as proposed, and these questions in other words. Raises ValueError if
-    the map of stage 1 would take more than MAX_MAP_BYTES."""
-    families = read_pairs(CAPITALS)
-    fitted = [family[:2] for family in families["train"][:FIT_FAMILIES]]
-    prompts = [text for family in fitted for text, _ in family]
-    # Every second family stores its other wording.
-    pairs = [family[1::-1] if i % 2 else family[:2] for i, family in enumerate(families["test"])]
-    stored, asked = ([text for text, _ in wordings] for wordings in zip(*pairs, strict=True))
-    ids_of = {text: tokenizer.encode(text) for text in (*prompts, *stored, *asked)}
-    longest = max(map(len, ids_of.values())) - 1
-    nbytes = map_bytes(model, longest, SUMMARY_TOKENS)
-    if nbytes > MAX_MAP_BYTES:
-        raise ValueError(
-            f"stage 1's map would take {nbytes:,} bytes for this model; at most {MAX_MAP_BYTES:,} are allowed"
-        )
-    exact = {text: prefill(model, ids) for text, ids in ids_of.items() if text not in asked}
-    compressor = Compressor(
-        model, [exact[text] for text in prompts], SUMMARY_TOKENS, FIT_PENALTY, longest, FIT_STEPS
-    )
-    # Both wordings of a family are neighbours.
-    summaries = compressor([exact[text] for text in prompts])
-    other_wording = torch.arange(len(prompts)).view(-1, 2).flip(1).flatten()
-    projector = Projector(summaries, summaries[other_wording], FIT_PENALTY)
-    shared_chars = len(shared_beginning(prompts))
-    names = [i for i, family in enumerate(fitted) for _ in family]
-    encoder = PairEncoder.fit(tokenizer, [text[shared_chars:] for text in prompts], names)
-    library = Library(
-        model,
-        Layout(SUMMARY_TOKENS, true_positions=False),
-        encoder,
-        stored,
-        projector(compressor([exact[text] for text in stored])),
-        match_names=True,
-        shared_chars=shared_chars,
-    )
-    return library, asked
-
-
 def ways_to_a_first_token(
     libraries: dict[str, Library], tokenizer: tiktoken.Encoding
 ) -> dict[str, FirstToken]:
@@ -881,15 +836,13 @@ def ways_to_a_first_token(
     def from_neighbour(text: str, _: list[int]) -> Tensor:
         return neighbour_logits[proposal.nearest(text)[0]]
 
-    ways = {
+    return {
         "cold: the prompt is read": lambda _, ids: logits_after(model, ids),
         "rival: exact shared beginning, the rest read": from_shared_beginning,
         "proposed: 8 projected summary tokens, 1 token read": partial(first_logits, proposal),
+        "ours: 1 summary token as stored, 16 tokens read": partial(first_logits, libraries[OURS]),
+        "control: the neighbour's logits": from_neighbour,
     }
-    if OURS in libraries:
-        ours = partial(first_logits, libraries[OURS])
-        ways["ours: 1 summary token as stored, 16 tokens read"] = ours
-    return ways | {"control: the neighbour's logits": from_neighbour}
 
 
 def time_first_tokens(
@@ -904,14 +857,12 @@ def time_first_tokens(
     return milliseconds, torch.stack(logits).double()
 
 
-def demo(
-    libraries: dict[str, Library], tokenizer: tiktoken.Encoding, questions: list[str], limits: str
-) -> None:
+def demo(libraries: dict[str, Library], tokenizer: tiktoken.Encoding) -> None:
     """Ask the stored questions in other words; print how soon the first token comes, and how good
-    it is, as proposed, by our summary tokens (if they are there) and by two rivals. limits: what of
-    the whole test is left out, for the last lines."""
+    it is, as proposed, by our summary tokens and by two rivals."""
     proposal = libraries[PROPOSED]
     stored = {*proposal.texts}
+    questions = reworded_questions(stored)
     found = [(text, *proposal.nearest(text)) for text in questions]
     similar = [text for text, i, likeness in found if i >= 0 and likeness >= proposal.threshold]
     prompts = [(text, tokenizer.encode(text)) for text in similar]
@@ -936,24 +887,16 @@ Exact: the cold start and the rival. Approximate: the first token of the others;
 come from the prompt, which is read meanwhile.
 To survive its own test a warm start must save 35%, with KL <= {GOOD_KL} on 80% of the prompts.
 
-{limits}""")
-
-
-def reduced_limits(model: str) -> str:
-    """Return how the demo's fit is reduced, and what measures a whole one."""
-    pairs = "" if model == SMOLLM2 else " --pairs data/capitals.csv"
-    return f"""\
-A reduced fit, on {FIT_FAMILIES} other capitals in two wordings: {FIT_STEPS} steps of L-BFGS a head where the whole test takes
-{STEPS}, and no cross-validation: python3 -m studies.projection --model {model}{pairs}"""
+The whole test takes two and a half hours: python3 -m studies.projection""")
 
 
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(
         __doc__,
         'python3 %(prog)s ask "Name the river that Hexley stands on."',
-        "pocket; another, such as smollm2, for the demo after a reduced fit of half a minute, and for ask with --library",
+        "pocket; another, such as smollm2, for ask with --library",
     )
-    test = cli.add_action("demo", "the falsification test, in 20 seconds for pocket", default=True)
+    test = cli.add_action("demo", "the falsification test, in 20 seconds", default=True)
     ask = cli.add_action("ask", "answer QUESTION in three ways")
     for action in (test, ask):
         action.add_model_arguments()
@@ -968,31 +911,19 @@ def main(argv: list[str] | None = None) -> None:
         help="prompts stored by a study; default: the quiz questions in data/",
     )
     with cli.parse(argv) as args:
-        is_pocket, base = args.model == "pocket", args.model.partition(":")[0]
-        if args.action == "ask" and args.library is None and not is_pocket:
+        if args.model != "pocket" and args.library is None:
             raise ValueError(
                 f"the stored questions are pocket's: for {args.model}, store others by "
                 f"`python3 -m studies.projection --model {args.model}`, with `--pairs FILE` if that asks for it, then "
                 f"`ask QUESTION --model {args.model} --library results/projection/library`"
             )
-        if args.action == "demo" and base in POCKET and not is_pocket:
-            raise ValueError(
-                f"the stored questions are pocket's: try --model pocket, not {args.model}"
-            )
         model = load_model(args.model, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
+        libraries = load_libraries(model, tokenizer, Path(args.library or QUIZ_LIBRARY))
         if args.action == "ask":
-            library = QUIZ_LIBRARY if args.library is None else Path(args.library)
-            libraries = load_libraries(model, tokenizer, library)
             answer_question(libraries, tokenizer, args.question, args.max_new_tokens)
-        elif is_pocket:
-            libraries = load_libraries(model, tokenizer, QUIZ_LIBRARY)
-            questions = reworded_questions({*libraries[PROPOSED].texts})
-            limits = "The whole test takes two and a half hours: python3 -m studies.projection"
-            demo(libraries, tokenizer, questions, limits)
         else:
-            library, questions = fit_library(model, tokenizer)
-            demo({PROPOSED: library}, tokenizer, questions, reduced_limits(args.model))
+            demo(libraries, tokenizer)
 
 
 if __name__ == "__main__":

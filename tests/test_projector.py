@@ -521,30 +521,6 @@ def test_a_bare_run_compares_the_ways() -> None:
     assert float(rows["proposed"][2]) > 1 > float(rows["ours"][2])
 
 
-def test_a_reduced_fit_stores_other_capitals(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, tokenizer = load_model("pocket-llama"), load_tokenizer("pocket-llama")
-    monkeypatch.setattr(module, "FIT_FAMILIES", 3)
-    monkeypatch.setattr(module, "FIT_STEPS", 2)
-    fitted: list[str] = []
-    fit = PairEncoder.fit
-    monkeypatch.setattr(
-        PairEncoder,
-        "fit",
-        lambda tok, texts, names: (fitted.extend(texts), fit(tok, texts, names))[1],
-    )
-    library, asked = module.fit_library(model, tokenizer)
-    assert len(fitted) == 6 and len(library.texts) == len(asked) == 13
-    countries = [re.search(r"of ([^?.]+)[?.]\nA:$", text)[1] for text in library.texts]
-    assert not any(country in text for country in countries for text in fitted)
-    for country, text in zip(countries, asked, strict=True):
-        index, _ = library.nearest(text)
-        assert country in text and country in library.texts[index] != text
-    assert library.summaries.shape[1:] == (6, 2, model.config.n_kv_head, 8, model.config.head_dim)
-    monkeypatch.setattr(module, "MAX_MAP_BYTES", 1000)
-    with pytest.raises(ValueError, match="bytes for this model; at most 1,000"):
-        module.fit_library(model, tokenizer)
-
-
 def test_a_question_is_answered_three_times() -> None:
     def answered(question: str) -> list[list[str]]:
         lines = start(f"projector ask '{question}'").out.splitlines()
