@@ -52,13 +52,11 @@ from support.encoders import PairEncoder
 from support.files import read_json, write_atomically, write_json
 from support.fingerprints import fingerprint, raw_bytes
 from support.geometry import kv_heads, rotary_settings
-from support.regression import cross_validate, ridge
+from support.regression import ridge
 from support.statistics import kl
 from support.tables import table
 from support.tokenizers import END_OF_TEXT
 
-LOSS_PENALTIES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # of stage 1, for cross-validation
-VALIDATION_PROMPTS = 120  # prompts for this cross-validation
 STEPS = 200  # of L-BFGS, for each head
 START_PENALTY = 1e-2  # of the ridge regression on segment means from which L-BFGS starts
 MIN_SCALE = 1e-2  # of a feature, over the mean scale: near-constant ones aren't blown up
@@ -355,20 +353,6 @@ class Compressor:
             summaries.append(torch.stack([k, v], 1))
         return torch.stack(summaries, 1)
 
-    def reading_error(self, prompts: Sequence[Prefill]) -> float:
-        """Return the loss on prompts, a sum over layers and heads: the mean squared error of what
-        the last query reads from the summary tokens, divided by the mean square of what it reads
-        from the exact cache."""
-        summaries = self(prompts)
-        q = torch.stack([tail_queries(self.model, prompt) for prompt in prompts])  # (N, L, H, R, D)
-        outputs = []
-        for queries, cache in zip(q, self.caches_before_last(prompts), strict=True):
-            outputs.append(attention_output(queries, *cache.unbind(1)))
-        output = torch.stack(outputs)  # (N, L, H, R, D)
-        approximation = attention_output(q, *summaries.unbind(2))
-        error = (approximation - output).square().mean((0, -2, -1))  # (L, H)
-        return float((error / output.square().mean((0, -2, -1))).sum())
-
     def save(self, path: Path) -> None:
         """Write the map to a safetensors file."""
         numbers = [getattr(self, name) for name in COMPRESSOR_NUMBERS]
@@ -404,31 +388,6 @@ class Compressor:
             parts = [tensors[f"{layer}.{name}"] for name in LayerMap._fields]
             compressor.layers.append(LayerMap(*parts))
         return compressor
-
-    @classmethod
-    def best_penalty(
-        cls,
-        model: nn.Module,
-        prompts: Sequence[Prefill],
-        families: Sequence[str],
-        m: int,
-        T: int,
-    ) -> float:
-        """Return the penalty with the least reading error on held-out families, by the first
-        VALIDATION_PROMPTS prompts. families: of each prompt."""
-
-        def error(train: Tensor, test: Tensor, penalty: float) -> float:
-            compressor = cls(model, [prompts[i] for i in train], m, penalty, T)
-            return compressor.reading_error([prompts[i] for i in test]) * len(test)
-
-        return cross_validate(error, families[:VALIDATION_PROMPTS], LOSS_PENALTIES)
-
-
-def map_bytes(model: nn.Module, T: int, m: int) -> int:
-    """Return the bytes of stage 1's map from T tokens to m summary tokens, for all heads."""
-    config = model.config
-    heads = config.n_layer * kv_heads(config)
-    return 4 * heads * (2 * config.head_dim) ** 2 * T * m
 
 
 # --- Stage 2: summary tokens of one prompt become those of another --------------------------------
@@ -466,16 +425,6 @@ class Projector:
         N, L, _, H, m, D = summaries.shape
         y = (vectors_by_head(summaries) - self.mean) / self.scale @ self.weight + self.offset
         return y.view(L, H, N, 2, m, D).permute(2, 0, 3, 1, 4, 5)
-
-    @classmethod
-    def best_penalty(cls, sources: Tensor, targets: Tensor, families: Sequence[str]) -> float:
-        """Return the penalty that predicts held-out families best. families: of each pair."""
-
-        def error(train: Tensor, test: Tensor, penalty: float) -> float:
-            projected = cls(sources[train], targets[train], penalty)(sources[test])
-            return float((projected - targets[test]).square().mean() * len(test))
-
-        return cross_validate(error, families)
 
     def save(self, path: Path) -> None:
         """Write the map to a safetensors file."""
@@ -711,7 +660,6 @@ def lower_thread_priority() -> None:
 # Made by python3 -m studies.projection --kinds quiz.
 QUIZ_LIBRARY = Path(__file__).resolve().parent / "data" / "quiz_library"
 PROPOSED, OURS = "proposed", "ours"  # folders in it, and names of the ways
-MAX_MAP_BYTES = 4_000_000_000  # bytes of stage 1's map
 GOOD_KL = 0.05  # nats, the proposal's threshold
 FirstToken = Callable[[str, list[int]], Tensor]  # a text and its ids -> logits (V,)
 shared_beginning = os.path.commonprefix  # of texts or lists, element by element

@@ -15,7 +15,7 @@ from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from projector import Layout, cache_of_summary
 from studies.core import Figure, Rows
-from studies.projection import segments
+from studies.projection import segments, ways
 from studies.projection import study as projection
 from studies.projection.ways import PROPOSED, TRUE_POSITIONS, Trial, Way, pocket_families
 from support import encoders
@@ -74,7 +74,7 @@ def test_penalties_are_chosen_by_family(trial: Trial, monkeypatch: pytest.Monkey
         return 1.0
 
     monkeypatch.setattr(trial, "quick_steps", 0)  # a reduced run chooses none
-    for module in (projector, segments, encoders):
+    for module in (ways, segments, encoders):
         monkeypatch.setattr(module, "cross_validate", recording)
     fresh = replace(TRUE_POSITIONS, tail=2)
     trial.segment_map(fresh)
@@ -104,8 +104,8 @@ def test_other_numbers_of_summary_tokens_have_the_penalties_of_the_proposals(
     monkeypatch.setattr(trial, "kind", "mine")
     assert trial.can_vary_written(4) and not trial.can_vary_written(10**6)
     monkeypatch.setattr(projector, "STEPS", 1)
-    for kind in (projector.Compressor, projector.Projector):
-        monkeypatch.setattr(kind, "best_penalty", best_penalty)
+    monkeypatch.setattr(ways, "best_compressor_penalty", best_penalty)
+    monkeypatch.setattr(ways, "best_projector_penalty", best_penalty)
     penalties = iter([0.5, 0.25])  # each stage's is found once
     for made_once in (trial.stage_1_penalty, trial.stage_2_penalty):
         made_once.cache_clear()

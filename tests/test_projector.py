@@ -31,6 +31,7 @@ from projector import (
     tail_queries,
 )
 from studies.projection.segments import SegmentMap, measure_segments, summarize
+from studies.projection.ways import best_projector_penalty, reading_error
 from support import statistics
 from support.encoders import PairEncoder
 from support.regression import PENALTIES, cross_validate, ridge
@@ -214,7 +215,7 @@ def test_stage_1_reads_its_own_prompts_as_their_caches_are_read(compressed: tupl
     assert [layer.weight.shape for layer in compressor.layers] == [(2, 23 * 16, 3 * 16)] * 3
     queries = tail_queries(compressor.model, prompts[0]).size(2)
     # Summed over 6 heads; in a Llama two queries share the three summary tokens.
-    assert compressor.reading_error(prompts) < 0.01 * 6 * queries**2
+    assert reading_error(compressor, prompts) < 0.01 * 6 * queries**2
     for exact, summary in zip(prompts, summaries, strict=True):
         got = attention_output(tail_queries(compressor.model, exact), *summary.unbind(1))
         k, v = exact.kv[..., :-1, :].unbind(1)
@@ -246,7 +247,7 @@ def test_a_linear_relation_is_found_per_head_and_a_large_penalty_gives_the_mean(
     y = y.view(200, 2, 3, 2, 2, 4).permute(0, 1, 3, 2, 4, 5)
     families = [f"{i // 4}" for i in range(150)]
     pairs = x[:150], y[:150]
-    fitted = Projector(*pairs, Projector.best_penalty(*pairs, families))
+    fitted = Projector(*pairs, best_projector_penalty(*pairs, families))
     close(fitted(x[150:]), y[150:], 1e-2)
     heavy = Projector(x, y, 1e12)(x[:3])
     means = y.mean(0).expand(3, *y.shape[1:])

@@ -19,11 +19,20 @@ from torch import Tensor
 import projector
 from gpt_kv_cache import GPT, KVCache, generate
 from pocket import corpus
-from projector import MAX_MAP_BYTES, Compressor, Layout, Library, Prefill, Projector, map_bytes
+from projector import (
+    Compressor,
+    Layout,
+    Library,
+    Prefill,
+    Projector,
+    attention_output,
+    tail_queries,
+)
 from studies.projection.segments import SegmentMap, Segments, measure_segments, summarize
 from support.encoders import PairEncoder
+from support.geometry import kv_heads
 from support.printing import end_tokens_of
-from support.regression import ridge
+from support.regression import cross_validate, ridge
 from support.statistics import kl
 from support.texts import Family, Splits
 
@@ -34,12 +43,15 @@ HEADER_QUESTIONS = 20  # questions before the one asked, in long prompts
 FOLLOWING_TOKENS = 32  # tokens of text after the prompt, for the change of perplexity
 # At most so many for training:
 STAGE_1_PROMPTS = 300
+VALIDATION_PROMPTS = 120  # of these, for the cross-validation of stage 1's penalty
 MAX_PAIRS = 500
 BANK_PROMPTS, BANK_QUERIES = 40, 160
 RAW_LAYOUTS = {"raw-1:1": Layout(1), "raw-8:1": Layout(8), "raw-32:1": Layout(32)}
 # The best on validation prompts of the four kinds.
 OUR_LAYOUTS = {"raw-1:16": Layout(1, 16), "raw-8:4": Layout(8, 4), "raw-32:64": Layout(32, 64)}
+MAX_MAP_BYTES = 4_000_000_000  # bytes of stage 1's map
 MAX_OTHER_MAP_BYTES = 9_000_000_000  # bytes of stage 1's map for other numbers of summary tokens
+LOSS_PENALTIES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # of stage 1, for cross-validation
 QUICK_PENALTY = 1e-2  # of every fit in a reduced run
 # How Adam learns summary tokens for all prompts:
 ADAM_STEPS, LEARNING_RATE, BATCH_SIZE = 400, 0.05, 64
@@ -112,6 +124,55 @@ class Way:
     def covers(self, *prompts: Prompt) -> bool:
         """Return whether prompts are short enough."""
         return max(len(prompt.ids) for prompt in prompts) <= self.most
+
+
+# --- Penalties ------------------------------------------------------------------------------------
+
+
+def reading_error(compressor: Compressor, prompts: Sequence[Prefill]) -> float:
+    """Return the loss of stage 1 on prompts, a sum over layers and heads: the mean squared error of
+    what the last query reads from the summary tokens, divided by the mean square of what it reads
+    from the exact cache."""
+    model, summaries = compressor.model, compressor(prompts)
+    q = torch.stack([tail_queries(model, prompt) for prompt in prompts])  # (N, L, H, R, D)
+    outputs = []
+    for queries, exact_cache in zip(q, compressor.caches_before_last(prompts), strict=True):
+        outputs.append(attention_output(queries, *exact_cache.unbind(1)))
+    output = torch.stack(outputs)  # (N, L, H, R, D)
+    approximation = attention_output(q, *summaries.unbind(2))
+    error = (approximation - output).square().mean((0, -2, -1))  # (L, H)
+    return float((error / output.square().mean((0, -2, -1))).sum())
+
+
+def best_compressor_penalty(
+    model: GPT, prompts: Sequence[Prefill], families: Sequence[str], m: int, T: int
+) -> float:
+    """Return the penalty of stage 1 with the least reading error on held-out families, by the first
+    VALIDATION_PROMPTS prompts. families: of each prompt."""
+
+    def error(train: Tensor, test: Tensor, penalty: float) -> float:
+        compressor = Compressor(model, [prompts[i] for i in train], m, penalty, T)
+        return reading_error(compressor, [prompts[i] for i in test]) * len(test)
+
+    return cross_validate(error, families[:VALIDATION_PROMPTS], LOSS_PENALTIES)
+
+
+def best_projector_penalty(sources: Tensor, targets: Tensor, families: Sequence[str]) -> float:
+    """Return the penalty of stage 2 that predicts held-out families best. families: of each
+    pair."""
+
+    def error(train: Tensor, test: Tensor, penalty: float) -> float:
+        projected = Projector(sources[train], targets[train], penalty)(sources[test])
+        return float((projected - targets[test]).square().mean() * len(test))
+
+    return cross_validate(error, families)
+
+
+def map_bytes(model: GPT, T: int, m: int) -> int:
+    """Return the bytes of stage 1's map from T tokens to m summary tokens, for all heads."""
+    config = model.config
+    heads = config.n_layer * kv_heads(config)
+    return 4 * heads * (2 * config.head_dim) ** 2 * T * m
 
 
 # Methods of a Trial whose results are cached.
@@ -265,7 +326,7 @@ class Trial:
         prompts = [prompt for prompt in self.bank_prompts if len(prompt.ids) >= tail]
         queries = []
         for prompt in prompts[: max(4, BANK_QUERIES // tail)]:
-            queries.append(projector.tail_queries(self.model, prompt.exact, tail))
+            queries.append(tail_queries(self.model, prompt.exact, tail))
         return torch.cat(queries, 2)
 
     def own_summary(self, prompt: Prompt, layout: Layout) -> Tensor:
@@ -305,7 +366,7 @@ class Trial:
             return QUICK_PENALTY
         prefills = [prompt.exact for prompt in self.stage_1_prompts]
         families = [prompt.family for prompt in self.stage_1_prompts]
-        return Compressor.best_penalty(self.model, prefills, families, PROPOSED.m, self.longest - 1)
+        return best_compressor_penalty(self.model, prefills, families, PROPOSED.m, self.longest - 1)
 
     def compressor(self, m: int) -> Compressor:
         """Return stage 1 as written."""
@@ -343,7 +404,7 @@ class Trial:
         if self.quick_steps:
             return QUICK_PENALTY
         families = [source.family for source, _ in self.pairs]
-        return Projector.best_penalty(*self.pair_summaries(layout, summarise), families)
+        return best_projector_penalty(*self.pair_summaries(layout, summarise), families)
 
     def stage_2(self, layout: Layout, summarise: Callable) -> Projector:
         """Return stage 2 for one way of stage 1. For any number of summary tokens it has the
