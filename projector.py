@@ -66,6 +66,7 @@ from support.statistics import kl
 from support.tables import table
 from support.tokenizers import END_OF_TEXT
 
+QUERIES = 64  # of a prompt's last tokens, which are recorded
 STEPS = 200  # of L-BFGS, for each head
 START_PENALTY = 1e-2  # of the ridge regression on segment means from which L-BFGS starts
 shared_beginning = os.path.commonprefix  # of texts or lists, element by element
@@ -97,13 +98,13 @@ class Prefill:
     model: nn.Module
     ids: list[int]
     kv: Tensor  # (L, 2, H, T, D)
-    q: Tensor  # (L, H, at most 64, D), queries of the last tokens; here H counts query heads
+    q: Tensor  # (L, H, at most QUERIES, D), queries of the last tokens; here H counts query heads
     hidden: Tensor  # (C,), the last block's output at the last token
     logits: Tensor  # (V,), of the token after the prompt
 
 
 @torch.no_grad()
-def prefill(model: nn.Module, ids: Sequence[int], tail: int = 64) -> Prefill:
+def prefill(model: nn.Module, ids: Sequence[int]) -> Prefill:
     """Run a prompt through the model exactly, and record the data that both stages are fitted
     on."""
     # The first input of each layer's attention, the queries (1, H, T, D), then of ln_f (1, 1, C).
@@ -122,7 +123,7 @@ def prefill(model: nn.Module, ids: Sequence[int], tail: int = 64) -> Prefill:
         model,
         list(ids),
         kv=torch.stack([layer[:, 0] for layer in cache.layers]).float().cpu(),
-        q=torch.stack([q[0, :, -tail:] for q in queries]).float().cpu(),
+        q=torch.stack([q[0, :, -QUERIES:] for q in queries]).float().cpu(),
         hidden=output[0, -1].float().cpu(),
         logits=model.head(output)[0, -1].float().cpu(),
     )
@@ -140,12 +141,7 @@ def shift_positions(model: nn.Module, x: Tensor, offsets: int | Tensor) -> Tenso
 def tail_queries(prompt: Prefill, tail: int = 1) -> Tensor:
     """Return the queries (L, H, R, D) of a prompt's last `tail` tokens, by the head of keys that
     they read, at positions relative to the first of these tokens. R is `tail`, in a Llama times the
-    number of query heads that share a head of keys. Raises ValueError if fewer queries were
-    recorded."""
-    if tail > prompt.q.size(-2):
-        raise ValueError(
-            f"a tail of {tail} tokens needs as many queries, but {prompt.q.size(-2)} are recorded"
-        )
+    number of query heads that share a head of keys. At most QUERIES tokens' are recorded."""
     q = shift_positions(prompt.model, prompt.q[:, :, -tail:], tail - len(prompt.ids))
     q = q.unflatten(1, (kv_heads(prompt.model.config), -1))
     return q.transpose(2, 3).flatten(2, 3)  # by token, then by head
@@ -606,11 +602,10 @@ QUIZ_LIBRARY = Path(__file__).resolve().parent / "data" / "quiz_library"
 PROPOSED, OURS = "proposed", "ours"  # folders in it, and names of the ways
 GOOD_KL = 0.05  # nats, the proposal's threshold
 FirstToken = Callable[[str, list[int]], Tensor]  # a text and its ids -> logits (V,)
+Libraries = dict[str, Library]  # by way
 
 
-def load_libraries(
-    model: nn.Module, tokenizer: tiktoken.Encoding, folder: Path
-) -> dict[str, Library]:
+def load_libraries(model: nn.Module, tokenizer: tiktoken.Encoding, folder: Path) -> Libraries:
     """Return the libraries that a study has stored in a folder, by name: the proposal's, if it is
     there (its map may be too large), and ours. Raises as Library.load() does."""
     ways = [PROPOSED, OURS] if (folder / PROPOSED).is_dir() else [OURS]
@@ -656,7 +651,7 @@ def first_line(tokens: Iterable[Tensor], tokenizer: tiktoken.Encoding) -> str:
 
 
 def answer_question(
-    libraries: dict[str, Library], tokenizer: tiktoken.Encoding, line: str, max_new_tokens: int
+    libraries: Libraries, tokenizer: tiktoken.Encoding, line: str, max_new_tokens: int
 ) -> None:
     """Answer a question as proposed, by our summary tokens, and exactly; print for each way the
     time to the first token, its KL and the answer.
@@ -705,7 +700,7 @@ def reworded_questions(stored: set[str]) -> list[str]:
     return questions
 
 
-def demo(libraries: dict[str, Library], tokenizer: tiktoken.Encoding) -> None:
+def demo(libraries: Libraries, tokenizer: tiktoken.Encoding) -> None:
     """Ask the stored questions in other words; print how soon the first token comes, and how good
     it is, as proposed, by our summary tokens and by two rivals."""
     proposal = libraries[PROPOSED]
@@ -720,7 +715,7 @@ def demo(libraries: dict[str, Library], tokenizer: tiktoken.Encoding) -> None:
     def from_neighbour(text: str, _: list[int]) -> Tensor:
         return stored_logits[proposal.nearest(text)[0]]
 
-    ways: dict[str, FirstToken] = {
+    ways = {
         "cold: the prompt is read": read_all(model),
         "rival: exact shared beginning, the rest read": from_shared_beginning,
         "proposed: 8 projected summary tokens, 1 token read": partial(first_logits, proposal),
