@@ -110,9 +110,11 @@ def prefill(model: nn.Module, ids: Sequence[int]) -> Prefill:
     # The first input of each layer's attention, the queries (1, H, T, D), then of ln_f (1, 1, C).
     inputs: list[Tensor] = []
     modules = [*(block.attn for block in model.h), model.ln_f]
-    hooks = []
-    for module in modules:
-        hooks.append(module.register_forward_pre_hook(lambda _, args: inputs.append(args[0])))
+
+    def record_input(_: nn.Module, module_args: tuple[Tensor, ...]) -> None:
+        inputs.append(module_args[0])
+
+    hooks = [module.register_forward_pre_hook(record_input) for module in modules]
     try:
         cache = prefilled_cache(model, ids)
     finally:
@@ -308,7 +310,8 @@ class Compressor(HeadMaps):
         steps: of L-BFGS.
         Raises ValueError if a prompt has more tokens before its last one than T, or fewer than m.
         """
-        self.penalty, self.model_fingerprint = penalty, fingerprint_of(prompts[0].model)
+        digest = bytes.fromhex(fingerprint(prompts[0].model))
+        self.penalty, self.model_fingerprint = penalty, torch.tensor([*digest], dtype=torch.uint8)
         caches = [cache_before_last(prompt) for prompt in prompts]
         lengths = [cache.size(-2) for cache in caches]
         if min(lengths) < m:
@@ -341,9 +344,10 @@ class Compressor(HeadMaps):
         longer than the map."""
         caches = [cache_before_last(prompt) for prompt in prompts]
         summaries = []
-        for layer, (mean, scale) in enumerate(zip(self.mean, self.scale, strict=True)):
-            features = standardise(padded_features(caches, layer, mean.size(1)), mean, scale)
-            summaries.append(features.float() @ self.weight[layer])  # (H, N, m * 2 D)
+        for layer, mean in enumerate(self.mean):
+            x = padded_features(caches, layer, mean.size(1))
+            features = standardise(x, mean, self.scale[layer]).float()
+            summaries.append(features @ self.weight[layer])  # (H, N, m * 2 D)
         mapped = torch.stack(summaries).unflatten(-1, self.constant.shape[2:])
         mapped = mapped + self.constant[:, :, None]  # (L, H, N, m, 2 D)
         return mapped.unflatten(-1, (2, -1)).permute(2, 0, 4, 1, 3, 5)
@@ -353,16 +357,11 @@ class Compressor(HeadMaps):
         """Return the maps in a file, for the model that they were fitted on. Raises as
         HeadMaps.load() does, and ValueError for another model."""
         compressor = super().load(path)
-        if not torch.equal(compressor.model_fingerprint, fingerprint_of(model)):
+        if bytes(compressor.model_fingerprint.tolist()).hex() != fingerprint(model):
             raise ValueError(
                 f"{path} was fitted on another model or dtype: name that, or fit it again"
             )
         return compressor
-
-
-def fingerprint_of(model: nn.Module) -> Tensor:
-    """Return a model's fingerprint as a tensor, which a file of maps keeps."""
-    return torch.tensor([*bytes.fromhex(fingerprint(model))], dtype=torch.uint8)
 
 
 # --- Stage 2: summary tokens of one prompt become those of another --------------------------------
@@ -386,14 +385,14 @@ class Projector(HeadMaps):
     def __init__(self, sources: Tensor, targets: Tensor, penalty: float) -> None:
         """sources, targets: summary tokens (N, L, 2, H, m, D) of N pairs of similar prompts."""
         self.penalty = penalty
-        x = vectors_by_head(sources.double())  # (L, H, N, F)
-        y = vectors_by_head(targets.double())
+        x, y = vectors_by_head(sources.double()), vectors_by_head(targets.double())
+        L, H, _, F = x.shape  # (L, H, N, F)
         mean, scale = x.mean(-2, keepdim=True), x.std(-2, keepdim=True).clamp(min=1e-6)
         offset = y.mean(-2, keepdim=True)
         x, y = (x - mean) / scale, y - offset
-        self.weight = torch.empty(*x.shape[:2], x.size(-1), y.size(-1))  # (L, H, F, F)
-        for weight, *layer in zip(self.weight, x, y, strict=True):
-            weight.copy_(ridge(*layer, penalty))  # gigabytes in a large model: in place
+        self.weight = torch.empty(L, H, F, F)
+        for layer in range(L):  # gigabytes in a large model: in place
+            self.weight[layer] = ridge(x[layer], y[layer], penalty)
         self.mean, self.scale, self.offset = mean.float(), scale.float(), offset.float()
         # (L, H, 1, F) each
 
@@ -453,13 +452,9 @@ class Library:
         """Embed the texts, find the names in them, and count these."""
         if len(self.texts) != len(self.summaries):
             raise ValueError(f"{len(self.texts)} texts, {len(self.summaries)} summaries: no match")
-        self.embeddings = self.embed(self.texts)
+        self.embeddings = self.encoder([text[self.shared_chars :] for text in self.texts])
         self.known_names = {name for text in self.texts for name in names_within_sentences(text)}
         self.name_counts = Counter(name for text in self.texts for name in self.names_of(text))
-
-    def embed(self, texts: list[str]) -> np.ndarray:
-        """Return the embeddings of texts without their shared beginning."""
-        return self.encoder([text[self.shared_chars :] for text in texts])
 
     def add(self, text: str, summary: Tensor) -> None:
         """Store one more text with its summary tokens (L, 2, H, m, D). Raises ValueError, and stores
@@ -483,7 +478,7 @@ class Library:
         """Return the index of the most similar stored text and the similarity; (-1, -inf) if there
         is none. With match_names, it is the first of the 20 most similar texts that shares more
         than half of this text's rare names, if it has any."""
-        similarity = self.embeddings @ self.embed([text])[0]
+        similarity = self.embeddings @ self.encoder([text[self.shared_chars :]])[0]
         rare_names = set()
         if self.match_names:
             limit = max(1, 0.05 * len(self.texts))
