@@ -10,6 +10,15 @@ of a similar one. They stand at positions 0 to m - 1, and the last token of the 
 its logits give the first new token. This is an approximation: only the first token comes from it,
 and the whole prompt is read meanwhile.
 
+From prompts to a library, which load() serves later:
+
+    stage_1 = Compressor([prefill(model, ids) for ids in fitted_ids], m=8, penalty=1e-3)
+    stage_2 = Projector(stage_1(sources), stage_1(targets), penalty=0.1)
+    layout, summaries = Layout(m=8, true_positions=False), stage_2(stage_1(stored))
+    library = Library(model, layout, encoder, texts, summaries, threshold=0.9)
+    library.save(folder)
+    tokens = generate_warm(model, ids, library.warm_start(text, ids[0].tolist()), 1, 100)
+
 Shapes: L layers, H heads, D head size, T tokens, m summary tokens, N prompts, F features of a head
 (2 T D of a cache, 2 m D of summary tokens).
 
@@ -28,12 +37,12 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tiktoken
@@ -42,10 +51,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from formats.names import POCKET, SMOLLM2
 from formats.tensors import read_weights
 from formats.tokenizers import END_OF_TEXT
-from gpt_kv_cache import KVCache, check_options, generate
+from gpt_kv_cache import KVCache, generate
 from llama_kv_cache import rotate, rotation
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
@@ -55,15 +63,14 @@ from support.encoders import PairEncoder
 from support.files import read_json, write_atomically, write_json
 from support.fingerprints import fingerprint, raw_bytes
 from support.geometry import kv_heads, rotary_settings
-from support.regression import cross_validate, ridge
+from support.regression import ridge
 from support.statistics import kl
 from support.tables import table
-from support.texts import CAPITALS, read_pairs
 
-LOSS_PENALTIES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # of stage 1, for cross-validation
-VALIDATION_PROMPTS = 120  # prompts for this cross-validation
+QUERIES = 64  # of a prompt's last tokens, which are recorded
 STEPS = 200  # of L-BFGS, for each head
 START_PENALTY = 1e-2  # of the ridge regression on segment means from which L-BFGS starts
+shared_beginning = os.path.commonprefix  # of texts or lists, element by element
 MIN_SCALE = 1e-2  # of a feature, over the mean scale: near-constant ones aren't blown up
 
 
@@ -89,24 +96,25 @@ class Layout:
 class Prefill:
     """The record of an exact pass over a prompt: float32, on the CPU, where all fits are made."""
 
+    model: nn.Module
     ids: list[int]
     kv: Tensor  # (L, 2, H, T, D)
-    q: Tensor  # (L, H, at most 64, D), queries of the last tokens; here H counts query heads
+    q: Tensor  # (L, H, at most QUERIES, D), queries of the last tokens; here H counts query heads
     hidden: Tensor  # (C,), the last block's output at the last token
     logits: Tensor  # (V,), of the token after the prompt
 
 
 @torch.no_grad()
-def prefill(model: nn.Module, ids: Sequence[int], tail: int = 64) -> Prefill:
+def prefill(model: nn.Module, ids: Sequence[int]) -> Prefill:
     """Run a prompt through the model exactly, and record the data that both stages are fitted
     on."""
     # The first input of each layer's attention, the queries (1, H, T, D), then of ln_f (1, 1, C).
     inputs: list[Tensor] = []
+    modules = [*(block.attn for block in model.h), model.ln_f]
 
     def record_input(_: nn.Module, module_args: tuple[Tensor, ...]) -> None:
         inputs.append(module_args[0])
 
-    modules = [*(block.attn for block in model.h), model.ln_f]
     hooks = [module.register_forward_pre_hook(record_input) for module in modules]
     try:
         cache = prefilled_cache(model, ids)
@@ -115,43 +123,38 @@ def prefill(model: nn.Module, ids: Sequence[int], tail: int = 64) -> Prefill:
             hook.remove()
     *queries, output = inputs
     return Prefill(
+        model,
         list(ids),
         kv=torch.stack([layer[:, 0] for layer in cache.layers]).float().cpu(),
-        q=torch.stack([q[0, :, -tail:] for q in queries]).float().cpu(),
+        q=torch.stack([q[0, :, -QUERIES:] for q in queries]).float().cpu(),
         hidden=output[0, -1].float().cpu(),
         logits=model.head(output)[0, -1].float().cpu(),
     )
 
 
-def shift_positions(model: nn.Module, x: Tensor, offsets: Tensor) -> Tensor:
-    """Rotate a Llama's keys or queries x (..., S, D) by `offsets` (S,) more positions. A GPT-2's
-    don't depend on rotations and are returned unchanged."""
+def shift_positions(model: nn.Module, x: Tensor, offsets: int | Tensor) -> Tensor:
+    """Rotate a Llama's keys or queries x (..., S, D) by more positions: as many for all, or
+    `offsets` (S,). A GPT-2's don't depend on rotations and are returned unchanged."""
     if not rotary_settings(model.config):
         return x
+    offsets = torch.as_tensor(offsets, device=x.device).reshape(-1)
     return rotate(x, rotation(offsets, model.config))
 
 
-def tail_queries(model: nn.Module, prompt: Prefill, tail: int = 1) -> Tensor:
+def tail_queries(prompt: Prefill, tail: int = 1) -> Tensor:
     """Return the queries (L, H, R, D) of a prompt's last `tail` tokens, by the head of keys that
     they read, at positions relative to the first of these tokens. R is `tail`, in a Llama times the
-    number of query heads that share a head of keys. Raises ValueError if fewer queries were
-    recorded."""
-    if tail > prompt.q.size(-2):
-        raise ValueError(
-            f"a tail of {tail} tokens needs as many queries, but {prompt.q.size(-2)} are recorded"
-        )
-    q = prompt.q[:, :, -tail:]
-    q = shift_positions(model, q, torch.full((tail,), tail - len(prompt.ids)))
-    n_heads = kv_heads(model.config)
-    return q.unflatten(1, (n_heads, -1)).transpose(2, 3).flatten(2, 3)  # by token, then by head
+    number of query heads that share a head of keys. At most QUERIES tokens' are recorded."""
+    q = shift_positions(prompt.model, prompt.q[:, :, -tail:], tail - len(prompt.ids))
+    q = q.unflatten(1, (kv_heads(prompt.model.config), -1))
+    return q.transpose(2, 3).flatten(2, 3)  # by token, then by head
 
 
-def cache_before_last(model: nn.Module, prompt: Prefill) -> Tensor:
+def cache_before_last(prompt: Prefill) -> Tensor:
     """Return the exact cache (L, 2, H, T - 1, D) of all tokens but the last, with keys at positions
     relative to the last."""
     k, v = prompt.kv[..., :-1, :].unbind(1)
-    offsets = torch.full((k.size(-2),), 1 - len(prompt.ids))
-    return torch.stack([shift_positions(model, k, offsets), v], 1)
+    return torch.stack([shift_positions(prompt.model, k, 1 - len(prompt.ids)), v], 1)
 
 
 def attention_output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -164,17 +167,18 @@ def attention_output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 # --- Stage 1: a cache becomes m summary tokens ----------------------------------------------------
 
 
-def segment_means(k: Tensor, v: Tensor, m: int) -> Tensor:
-    """Return the mean keys and values (H, m, 2 D) of m nearly equal segments of a cache, whose keys
-    k and values v are (H, any, D)."""
-    segments = torch.cat([k, v], -1).tensor_split(m, dim=1)
-    return torch.stack([segment.mean(1) for segment in segments], 1)
+def segment_means(cache: Tensor, m: int) -> Tensor:
+    """Return the mean keys and values (L, H, m, 2 D) of m nearly equal segments of a cache
+    (L, 2, H, any, D)."""
+    segments = torch.cat([*cache.unbind(1)], -1).tensor_split(m, dim=-2)
+    return torch.stack([segment.mean(-2) for segment in segments], -2)
 
 
 def fit_head_map(
     x: Tensor, q: Tensor, outputs: Tensor, initial: Tensor, penalty: float, steps: int
 ) -> tuple[Tensor, Tensor]:
-    """Return one head's map C (F, m * 2 D) and constant (m, 2 D), fitted in float64 on N prompts.
+    """Return one head's map C (F, m * 2 D) and constant (m, 2 D), fitted in float64 on N prompts by
+    at most `steps` steps of L-BFGS.
 
     x: features (N, F); q, outputs: queries and what they read from the exact cache, (N, R, D) each;
     initial: summary tokens (N, m, 2 D) that the fit starts from.
@@ -192,7 +196,21 @@ def fit_head_map(
         error = (approximation - outputs).square().sum() / outputs.square().sum()
         return error + penalty * B.square().sum() / len(x)
 
-    minimise(loss, [B, constant], steps)
+    def loss_with_gradients() -> Tensor:
+        optimizer.zero_grad()
+        total = loss()
+        total.backward()
+        return total
+
+    optimizer = torch.optim.LBFGS(
+        [B.requires_grad_(), constant.requires_grad_()],
+        max_iter=steps,
+        tolerance_grad=1e-9,
+        tolerance_change=1e-12,
+        history_size=10,
+        line_search_fn="strong_wolfe",
+    )
+    optimizer.step(loss_with_gradients)
     return x.mT @ (dual @ B.detach()), constant.detach()
 
 
@@ -212,57 +230,61 @@ def coordinates_in_span(x: Tensor) -> tuple[Tensor, Tensor]:
     return root, dual
 
 
-def minimise(loss: Callable[[], Tensor], parameters: list[Tensor], steps: int) -> None:
-    """Minimise a loss by at most `steps` steps of L-BFGS, which change its parameters in place."""
-    for parameter in parameters:
-        parameter.requires_grad_()
-    optimizer = torch.optim.LBFGS(
-        parameters,
-        max_iter=steps,
-        tolerance_grad=1e-9,
-        tolerance_change=1e-12,
-        history_size=10,
-        line_search_fn="strong_wolfe",
-    )
-
-    def loss_with_gradients() -> Tensor:
-        optimizer.zero_grad()
-        total = loss()
-        total.backward()
-        return total
-
-    optimizer.step(loss_with_gradients)
+def padded_features(caches: Sequence[Tensor], layer: int, T: int) -> Tensor:
+    """Return [K || V] (H, N, T, 2 D) of one layer of N caches in float64, with NaN on the left
+    where a cache is shorter than T tokens. Raises ValueError if one is longer."""
+    padded = []
+    for cache in caches:
+        missing = T - cache.size(-2)
+        if missing < 0:
+            raise ValueError(
+                f"a prompt has {cache.size(-2)} tokens before its last, the map's longest {T}"
+            )
+        x = torch.cat([*cache[layer]], -1).double()  # (H, any, 2 D)
+        padded.append(nn.functional.pad(x, (0, 0, missing, 0), value=math.nan))
+    return torch.stack(padded, 1)
 
 
-class LayerMap(NamedTuple):
-    """One layer's part of stage 1."""
-
-    mean: Tensor  # (H, T, 2 D), of the features
-    scale: Tensor  # (H, T, 2 D), of the features
-    weight: Tensor  # (H, F, m * 2 D), a map C for each head
-    constant: Tensor  # (H, m, 2 D), the summary tokens of mean features
-
-
-def feature_statistics(x: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+def feature_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean and the scale (H, T, 2 D) of features (H, N, T, 2 D), over the tokens that
-    are present (N, T, 1)."""
-    count = present.sum(0).clamp(min=1)  # (T, 1)
-    mean = x.sum(1) / count
-    centred = (x - mean[:, None]) * present
-    scale = centred.square().sum(1).div(count).sqrt()
+    are there."""
+    mean = x.nanmean(1).nan_to_num()
+    scale = (x - mean[:, None]).square().nanmean(1).nan_to_num().sqrt()
     return mean, scale.clamp(min=float(MIN_SCALE * scale.mean()))
 
 
-def standardise(x: Tensor, present: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-    """Return features (H, N, T, 2 D) as vectors (H, N, F) in units of their scale, 0 where a token
-    isn't present."""
-    return ((x - mean[:, None]) / scale[:, None] * present).flatten(2)
+def standardise(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    """Return features (H, N, T, 2 D) as vectors (H, N, F) in units of their scale, 0 where there is
+    no token."""
+    return ((x - mean[:, None]) / scale[:, None]).nan_to_num().flatten(2)
 
 
-COMPRESSOR_NUMBERS = ("m", "T", "steps", "penalty")  # what a Compressor has beside its maps
+class HeadMaps:
+    """The linear maps of one stage, one for each head of each layer, in tensors that a file
+    keeps."""
+
+    kept: tuple[str, ...]  # the names of these tensors
+
+    def save(self, path: Path) -> None:
+        """Write the maps to a safetensors file."""
+        tensors = {name: torch.as_tensor(getattr(self, name)) for name in self.kept}
+        write_atomically(path, lambda file: save_file(tensors, file))
+
+    @classmethod
+    def load(cls, path: Path) -> HeadMaps:
+        """Return the maps in a file that save() wrote. Raises FileNotFoundError if there is none,
+        ValueError if it holds something else."""
+        tensors = read_weights(path)
+        if {*tensors} != {*cls.kept}:
+            raise ValueError(
+                f"{path} is no {cls.__name__.lower()}: it holds {', '.join(sorted(tensors))}"
+            )
+        maps = cls.__new__(cls)
+        vars(maps).update(tensors)
+        return maps
 
 
-class Compressor:
+class Compressor(HeadMaps):
     """Stage 1 as the source defines it: one linear map C for each head, from a prompt's whole cache
     [K || V], R^(T x 2 D), to its summary tokens, R^(m x 2 D). The map is the same for all prompts.
 
@@ -274,9 +296,10 @@ class Compressor:
     a constant is added to the map's output, as in any ridge regression.
     """
 
+    kept = ("mean", "scale", "weight", "constant", "penalty", "model_fingerprint")
+
     def __init__(
         self,
-        model: nn.Module,
         prompts: Sequence[Prefill],
         m: int,
         penalty: float,
@@ -288,150 +311,58 @@ class Compressor:
         steps: of L-BFGS.
         Raises ValueError if a prompt has more tokens before its last one than T, or fewer than m.
         """
-        self.model, self.m, self.penalty, self.steps = model, m, penalty, steps
-        self.T = T or max(len(prompt.ids) for prompt in prompts) - 1
-        shortest = min(len(prompt.ids) for prompt in prompts) - 1
-        if shortest < m:
+        digest = bytes.fromhex(fingerprint(prompts[0].model))
+        self.penalty, self.model_fingerprint = penalty, torch.tensor([*digest], dtype=torch.uint8)
+        caches = [cache_before_last(prompt) for prompt in prompts]
+        lengths = [cache.size(-2) for cache in caches]
+        if min(lengths) < m:
             raise ValueError(
-                f"{m} summary tokens can't stand for {shortest} tokens before the last"
+                f"{m} summary tokens can't stand for {min(lengths)} tokens before the last"
             )
-        caches = self.caches_before_last(prompts)
-        q = torch.stack([tail_queries(model, prompt) for prompt in prompts], 2)  # (L, H, N, R, D)
-        layers = tqdm(range(len(model.h)), desc=f"stage 1, penalty {penalty:g}", leave=False)
-        self.layers = [self.fit_layer(caches, layer, q[layer].double()) for layer in layers]
-
-    def fit_layer(self, caches: Sequence[Tensor], layer: int, q: Tensor) -> LayerMap:
-        """Return a layer's map, fitted on the caches of N prompts and their queries
-        (H, N, R, D)."""
-        outputs, starts = [], []
-        for i, cache in enumerate(caches):
-            k, v = cache[layer].double()  # (H, any, D) each
-            outputs.append(attention_output(q[:, i], k, v))
-            starts.append(segment_means(k, v, self.m))
-        output = torch.stack(outputs, 1)  # (H, N, R, D)
-        initial = torch.stack(starts, 1)  # (H, N, m, 2 D)
-        x, present = self.pad_left(caches, layer)
-        mean, scale = feature_statistics(x, present)
-        weights, constants = [], []
-        for head in zip(standardise(x, present, mean, scale), q, output, initial, strict=True):
-            weight, constant = fit_head_map(*head, self.penalty, self.steps)
-            weights.append(weight)
-            constants.append(constant)
-        return LayerMap(
-            mean.float(),
-            scale.float(),
-            torch.stack(weights).float(),
-            torch.stack(constants).float(),
-        )
-
-    def caches_before_last(self, prompts: Sequence[Prefill]) -> list[Tensor]:
-        """Return the caches (L, 2, H, any, D) of prompts before their last token. Raises ValueError
-        if one is longer than the map."""
-        longest = max(len(prompt.ids) for prompt in prompts) - 1
-        if longest > self.T:
-            raise ValueError(
-                f"a prompt has {longest} tokens before its last, the map's longest {self.T}"
-            )
-        return [cache_before_last(self.model, prompt) for prompt in prompts]
-
-    def pad_left(self, caches: Sequence[Tensor], layer: int) -> tuple[Tensor, Tensor]:
-        """Return [K || V] (H, N, T, 2 D) of one layer in float64, with zeros on the left where a
-        cache is shorter, and which tokens are present, (N, T, 1)."""
-        H, _, D = caches[0].shape[2:]
-        x = torch.zeros(H, len(caches), self.T, 2 * D, dtype=torch.float64)
-        present = torch.zeros(len(caches), self.T, 1, dtype=torch.bool)
-        for i, cache in enumerate(caches):
-            first = self.T - cache.size(-2)
-            x[:, i, first:] = torch.cat([*cache[layer]], -1)
-            present[i, first:] = True
-        return x, present
+        queries, outputs, starts = [], [], []
+        for prompt, cache in zip(prompts, caches, strict=True):
+            queries.append(tail_queries(prompt).double())
+            outputs.append(attention_output(queries[-1], *cache.double().unbind(1)))
+            starts.append(segment_means(cache.double(), m))
+        q, output, initial = (torch.stack(x, 2) for x in (queries, outputs, starts))
+        L, H, _, _, D = q.shape  # (L, H, N, R, D); of output, too; initial (L, H, N, m, 2 D)
+        T = T or max(lengths)
+        self.mean, self.scale = torch.empty(2, L, H, T, 2 * D)
+        self.weight = torch.empty(L, H, 2 * T * D, 2 * m * D)  # a map C for each head
+        self.constant = torch.empty(L, H, m, 2 * D)  # the summary tokens of mean features
+        for layer in tqdm(range(L), desc=f"stage 1, penalty {penalty:g}", leave=False):
+            x = padded_features(caches, layer, T)
+            mean, scale = feature_statistics(x)
+            self.mean[layer], self.scale[layer] = mean, scale
+            features = standardise(x, mean, scale)  # (H, N, F)
+            data = zip(features, q[layer], output[layer], initial[layer], strict=True)
+            for head, head_data in enumerate(data):
+                weight, constant = fit_head_map(*head_data, penalty, steps)
+                self.weight[layer, head], self.constant[layer, head] = weight, constant
 
     def __call__(self, prompts: Sequence[Prefill]) -> Tensor:
         """Return the summary tokens (N, L, 2, H, m, D) of N prompts. Raises ValueError if one is
         longer than the map."""
-        caches, summaries = self.caches_before_last(prompts), []
-        for layer, (mean, scale, weight, constant) in enumerate(self.layers):
-            features = standardise(*self.pad_left(caches, layer), mean, scale)
-            mapped = features.float() @ weight  # (H, N, m * 2 D)
-            mapped = mapped.unflatten(2, constant.shape[1:]) + constant[:, None]
-            k, v = mapped.transpose(0, 1).chunk(2, -1)  # (N, H, m, D) each
-            summaries.append(torch.stack([k, v], 1))
-        return torch.stack(summaries, 1)
-
-    def reading_error(self, prompts: Sequence[Prefill]) -> float:
-        """Return the loss on prompts, a sum over layers and heads: the mean squared error of what
-        the last query reads from the summary tokens, divided by the mean square of what it reads
-        from the exact cache."""
-        summaries = self(prompts)
-        q = torch.stack([tail_queries(self.model, prompt) for prompt in prompts])  # (N, L, H, R, D)
-        outputs = []
-        for queries, cache in zip(q, self.caches_before_last(prompts), strict=True):
-            outputs.append(attention_output(queries, *cache.unbind(1)))
-        output = torch.stack(outputs)  # (N, L, H, R, D)
-        approximation = attention_output(q, *summaries.unbind(2))
-        error = (approximation - output).square().mean((0, -2, -1))  # (L, H)
-        return float((error / output.square().mean((0, -2, -1))).sum())
-
-    def save(self, path: Path) -> None:
-        """Write the map to a safetensors file."""
-        numbers = [getattr(self, name) for name in COMPRESSOR_NUMBERS]
-        tensors = {"numbers": torch.tensor(numbers, dtype=torch.float64)}
-        model_bytes = bytes.fromhex(fingerprint(self.model))
-        tensors["model"] = torch.tensor([*model_bytes], dtype=torch.uint8)
-        for layer, layer_map in enumerate(self.layers):
-            tensors |= {f"{layer}.{name}": x for name, x in layer_map._asdict().items()}
-        write_atomically(path, lambda file: save_file(tensors, file))
+        caches = [cache_before_last(prompt) for prompt in prompts]
+        summaries = []
+        for layer, mean in enumerate(self.mean):
+            x = padded_features(caches, layer, mean.size(1))
+            features = standardise(x, mean, self.scale[layer]).float()
+            summaries.append(features @ self.weight[layer])  # (H, N, m * 2 D)
+        mapped = torch.stack(summaries).unflatten(-1, self.constant.shape[2:])
+        mapped = mapped + self.constant[:, :, None]  # (L, H, N, m, 2 D)
+        return mapped.unflatten(-1, (2, -1)).permute(2, 0, 4, 1, 3, 5)
 
     @classmethod
     def load(cls, path: Path, model: nn.Module) -> Compressor:
-        """Return the map in a file that save() wrote, for the same model. Raises FileNotFoundError if
-        there is none, ValueError if it holds something else."""
-        tensors = read_weights(path)
-        names = [
-            f"{layer}.{name}" for layer in range(model.config.n_layer) for name in LayerMap._fields
-        ]
-        if {*tensors} != {"numbers", "model", *names} or len(tensors["numbers"]) != 4:
-            raise ValueError(
-                f"{path} is no compressor of {model.config.n_layer} layers: it holds {len(tensors)} tensors"
-            )
-        if tensors["model"].tolist() != [*bytes.fromhex(fingerprint(model))]:
+        """Return the maps in a file, for the model that they were fitted on. Raises as
+        HeadMaps.load() does, and ValueError for another model."""
+        compressor = super().load(path)
+        if bytes(compressor.model_fingerprint.tolist()).hex() != fingerprint(model):
             raise ValueError(
                 f"{path} was fitted on another model or dtype: name that, or fit it again"
             )
-        compressor = cls.__new__(cls)
-        m, T, steps, penalty = tensors["numbers"].tolist()
-        compressor.model, compressor.penalty = model, penalty
-        compressor.m, compressor.T, compressor.steps = int(m), int(T), int(steps)
-        compressor.layers = []
-        for layer in range(model.config.n_layer):
-            parts = [tensors[f"{layer}.{name}"] for name in LayerMap._fields]
-            compressor.layers.append(LayerMap(*parts))
         return compressor
-
-    @classmethod
-    def best_penalty(
-        cls,
-        model: nn.Module,
-        prompts: Sequence[Prefill],
-        families: Sequence[str],
-        m: int,
-        T: int,
-    ) -> float:
-        """Return the penalty with the least reading error on held-out families, by the first
-        VALIDATION_PROMPTS prompts. families: of each prompt."""
-
-        def error(train: Tensor, test: Tensor, penalty: float) -> float:
-            compressor = cls(model, [prompts[i] for i in train], m, penalty, T)
-            return compressor.reading_error([prompts[i] for i in test]) * len(test)
-
-        return cross_validate(error, families[:VALIDATION_PROMPTS], LOSS_PENALTIES)
-
-
-def map_bytes(model: nn.Module, T: int, m: int) -> int:
-    """Return the bytes of stage 1's map from T tokens to m summary tokens, for all heads."""
-    config = model.config
-    heads = config.n_layer * kv_heads(config)
-    return 4 * heads * (2 * config.head_dim) ** 2 * T * m
 
 
 # --- Stage 2: summary tokens of one prompt become those of another --------------------------------
@@ -442,7 +373,7 @@ def vectors_by_head(summaries: Tensor) -> Tensor:
     return summaries.permute(1, 3, 0, 2, 4, 5).flatten(3)
 
 
-class Projector:
+class Projector(HeadMaps):
     """One linear map for each head, from the summary tokens of a stored prompt to those of a
     similar one, fitted on pairs of prompts.
 
@@ -450,17 +381,19 @@ class Projector:
     A large penalty pulls the result towards the mean of all targets.
     """
 
+    kept = ("mean", "scale", "offset", "weight", "penalty")
+
     def __init__(self, sources: Tensor, targets: Tensor, penalty: float) -> None:
         """sources, targets: summary tokens (N, L, 2, H, m, D) of N pairs of similar prompts."""
         self.penalty = penalty
-        x = vectors_by_head(sources.double())  # (L, H, N, F)
-        y = vectors_by_head(targets.double())
+        x, y = vectors_by_head(sources.double()), vectors_by_head(targets.double())
+        L, H, _, F = x.shape  # (L, H, N, F)
         mean, scale = x.mean(-2, keepdim=True), x.std(-2, keepdim=True).clamp(min=1e-6)
         offset = y.mean(-2, keepdim=True)
         x, y = (x - mean) / scale, y - offset
-        self.weight = torch.empty(*x.shape[:2], x.size(-1), y.size(-1))  # (L, H, F, F)
-        for weight, *layer in zip(self.weight, x, y, strict=True):
-            weight.copy_(ridge(*layer, penalty))  # gigabytes in a large model: in place
+        self.weight = torch.empty(L, H, F, F)
+        for layer in range(L):  # gigabytes in a large model: in place
+            self.weight[layer] = ridge(x[layer], y[layer], penalty)
         self.mean, self.scale, self.offset = mean.float(), scale.float(), offset.float()
         # (L, H, 1, F) each
 
@@ -470,32 +403,6 @@ class Projector:
         y = (vectors_by_head(summaries) - self.mean) / self.scale @ self.weight + self.offset
         return y.view(L, H, N, 2, m, D).permute(2, 0, 3, 1, 4, 5)
 
-    @classmethod
-    def best_penalty(cls, sources: Tensor, targets: Tensor, families: Sequence[str]) -> float:
-        """Return the penalty that predicts held-out families best. families: of each pair."""
-
-        def error(train: Tensor, test: Tensor, penalty: float) -> float:
-            projected = cls(sources[train], targets[train], penalty)(sources[test])
-            return float((projected - targets[test]).square().mean() * len(test))
-
-        return cross_validate(error, families)
-
-    def save(self, path: Path) -> None:
-        """Write the map to a safetensors file."""
-        tensors = {name: torch.as_tensor(value) for name, value in vars(self).items()}
-        write_atomically(path, lambda file: save_file(tensors, file))
-
-    @classmethod
-    def load(cls, path: Path) -> Projector:
-        """Return the map in a file that save() wrote. Raises FileNotFoundError if there is none,
-        ValueError if it holds something else."""
-        tensors = read_weights(path)
-        if {*tensors} != {"mean", "scale", "offset", "weight", "penalty"}:
-            raise ValueError(f"{path} is no projector: it holds {', '.join(sorted(tensors))}")
-        projector = cls.__new__(cls)
-        vars(projector).update(tensors)
-        return projector
-
 
 # --- A new prompt: retrieval, summary tokens as the cache, the exact cache in the background ------
 
@@ -503,13 +410,10 @@ class Projector:
 def cache_of_summary(model: nn.Module, summary: Tensor, next_pos: int) -> KVCache:
     """Return a cache of summary tokens (L, 2, H, m, D), which text from position next_pos on can
     follow."""
-    m, device = summary.size(-2), model.wte.weight.device
-    k, v = summary.to(device, model.wte.weight.dtype).unbind(1)
-    layers = torch.stack(
-        [shift_positions(model, k, torch.full((m,), next_pos, device=device)), v], 1
-    )
-    pos = torch.arange(next_pos - m, next_pos, device=device)
-    return KVCache([layer[:, None] for layer in layers], pos)
+    k, v = summary.to(model.wte.weight).unbind(1)  # its device and dtype
+    pos = torch.arange(next_pos - k.size(-2), next_pos, device=k.device)
+    layers = torch.stack([shift_positions(model, k, next_pos), v], 1)
+    return KVCache([*layers[:, :, None]], pos)
 
 
 def names_within_sentences(text: str) -> set[str]:
@@ -521,11 +425,12 @@ def names_within_sentences(text: str) -> set[str]:
 def checksum(description: dict[str, Any], tensors: dict[str, Tensor]) -> int:
     """Return a CRC-32 of all that a library holds."""
     crc = zlib.crc32(json.dumps(description, sort_keys=True).encode())
-    for name in sorted(tensors):
-        crc = zlib.crc32(raw_bytes(tensors[name]), zlib.crc32(name.encode(), crc))
+    for name, tensor in sorted(tensors.items()):
+        crc = zlib.crc32(name.encode() + raw_bytes(tensor).tobytes(), crc)
     return crc
 
 
+@dataclass
 class Library:
     """Stored prompts, with their embeddings and the summary tokens that a similar prompt starts
     from.
@@ -535,84 +440,62 @@ class Library:
     names).
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layout: Layout,
-        encoder: PairEncoder,
-        texts: Sequence[str],
-        summaries: Tensor,
-        *,
-        threshold: float = -1.0,
-        match_names: bool = False,
-        shared_chars: int = 0,
-    ) -> None:
-        """summaries (N, L, 2, H, m, D): of the N texts, mapped by the projector or not. threshold:
-        tau, the least similarity at which a stored text is used, which the study's choose_tau
-        picks. match_names: whether names have to agree, too. shared_chars: the number of characters
-        that all texts begin with, which are ignored for similarity."""
-        if len(texts) != len(summaries):
-            raise ValueError(f"{len(texts)} texts, {len(summaries)} summaries: no match")
-        self.model, self.layout, self.encoder, self.texts = model, layout, encoder, list(texts)
-        self.summaries, self.threshold = summaries, threshold
-        self.match_names, self.shared_chars = match_names, shared_chars
-        texts = [text[shared_chars:] for text in self.texts]
-        self.embeddings = encoder(texts) if texts else np.zeros((0, 1))
-        self.count_names()
+    model: nn.Module
+    layout: Layout
+    encoder: PairEncoder
+    texts: list[str]
+    summaries: Tensor  # (N, L, 2, H, m, D) of the N texts, mapped by the projector or not
+    threshold: float = -1.0  # tau, the least similarity at which a stored text is used
+    match_names: bool = False  # whether names have to agree, too
+    shared_chars: int = 0  # that all texts begin with; ignored for similarity
 
-    def count_names(self) -> None:
-        """Find the names in the stored texts, and count them."""
+    def __post_init__(self) -> None:
+        """Embed the texts, find the names in them, and count these."""
+        if len(self.texts) != len(self.summaries):
+            raise ValueError(f"{len(self.texts)} texts, {len(self.summaries)} summaries: no match")
+        self.embeddings = self.encoder([text[self.shared_chars :] for text in self.texts])
         self.known_names = {name for text in self.texts for name in names_within_sentences(text)}
         self.name_counts = Counter(name for text in self.texts for name in self.names_of(text))
 
     def add(self, text: str, summary: Tensor) -> None:
         """Store one more text with its summary tokens (L, 2, H, m, D). Raises ValueError, and stores
         nothing, if their shape or the beginning of the text isn't that of the stored ones."""
-        shape, given = self.summaries.shape[1:], summary.shape
-        if given != shape if self.texts else (len(given), given[-2]) != (5, self.layout.m):
-            raise ValueError(f"summary tokens of shape {[*given]}, stored are {[*shape]}")
-        shared = self.texts[0][: self.shared_chars] if self.texts else ""
-        if not text.startswith(shared):
-            raise ValueError(f"the text doesn't begin with {shared!r}, as the stored ones do")
-        summaries, embeddings = summary[None], self.encoder([text[self.shared_chars :]])
-        if self.texts:
-            summaries = torch.cat([self.summaries, summaries.to(self.summaries)])
-            embeddings = np.concatenate([self.embeddings, embeddings])
-        self.summaries, self.embeddings = summaries, embeddings
-        self.texts.append(text)
-        self.count_names()
+        shape = self.summaries.shape[1:]
+        if summary.shape != shape:
+            raise ValueError(f"summary tokens of shape {[*summary.shape]}, stored are {[*shape]}")
+        if len(shared_beginning([*self.texts, text])) < self.shared_chars:
+            raise ValueError(f"the text must share its first {self.shared_chars} characters")
+        self.summaries = torch.cat([self.summaries, summary[None].to(self.summaries)])
+        self.texts = [*self.texts, text]
+        self.__post_init__()
 
     def names_of(self, text: str) -> set[str]:
         """Return the names and numbers of a text. A capitalised word at the beginning of a sentence
         is a name if some stored text has it within a sentence."""
-        return names_within_sentences(text) | (
-            set(re.findall(r"[A-Z]\w+", text)) & self.known_names
-        )
+        capitalised = {*re.findall(r"[A-Z]\w+", text)}
+        return names_within_sentences(text) | (capitalised & self.known_names)
 
     def nearest(self, text: str) -> tuple[int, float]:
-        """Return the index of the most similar stored text and the similarity, (-1, -1) if there is
-        none. With match_names, it is the first of the 20 most similar texts that shares more than
-        half of this text's rare names, if it has any."""
-        if not self.texts:
-            return -1, -1.0
+        """Return the index of the most similar stored text and the similarity; (-1, -inf) if there
+        is none. With match_names, it is the first of the 20 most similar texts that shares more
+        than half of this text's rare names, if it has any."""
         similarity = self.embeddings @ self.encoder([text[self.shared_chars :]])[0]
-        rare_limit = max(1, 0.05 * len(self.texts))
-        rare = {name for name in self.names_of(text) if self.name_counts[name] <= rare_limit}
+        rare_names = set()
+        if self.match_names:
+            limit = max(1, 0.05 * len(self.texts))
+            rare_names = {name for name in self.names_of(text) if self.name_counts[name] <= limit}
         for i in np.argsort(-similarity, kind="stable")[:20]:
-            if not self.match_names or self.shares_names(rare, self.texts[i]):
+            shared_names = rare_names & self.names_of(self.texts[i])
+            if not rare_names or 2 * len(shared_names) > len(rare_names):
                 return int(i), float(similarity[i])
-        return -1, -1.0
-
-    def shares_names(self, names: set[str], text: str) -> bool:
-        """Return whether a text has more than half of these names, or `names` is empty."""
-        return not names or 2 * len(names & self.names_of(text)) > len(names)
+        return -1, -math.inf
 
     def warm_start(self, text: str, ids: Sequence[int]) -> KVCache | None:
         """Return a cache that stands for all but the last `tail` tokens of a text, whose tokens are
         ids; None if the prompt has to be read, also because it is too short."""
         layout = self.layout
         index, similarity = self.nearest(text)
-        if index < 0 or similarity < self.threshold or len(ids) - layout.tail < layout.m:
+        if similarity < self.threshold or len(ids) - layout.tail < layout.m:
             return None
         return cache_of_summary(self.model, self.summaries[index], layout.tail_position(len(ids)))
 
@@ -681,7 +564,6 @@ def generate_warm(
     (or the context is full); how many these are is a matter of time. Raises ValueError if ids and
     the first token exceed the context.
     """
-    check_options(ids, max_new_tokens, 0.0, None)
     if max_new_tokens == 0:
         return
     T, n_ctx = ids.size(1), model.config.n_ctx
@@ -714,46 +596,30 @@ def lower_thread_priority() -> None:
 # Made by python3 -m studies.projection --kinds quiz.
 QUIZ_LIBRARY = Path(__file__).resolve().parent / "data" / "quiz_library"
 PROPOSED, OURS = "proposed", "ours"  # folders in it, and names of the ways
-# The demo's fit on a model other than pocket:
-FIT_FAMILIES, FIT_STEPS, FIT_PENALTY = 20, 20, 1e-2
-SUMMARY_TOKENS = 8
-MAX_MAP_BYTES = 4_000_000_000  # bytes of stage 1's map
 GOOD_KL = 0.05  # nats, the proposal's threshold
 FirstToken = Callable[[str, list[int]], Tensor]  # a text and its ids -> logits (V,)
-shared_beginning = os.path.commonprefix  # of texts or lists, element by element
+Libraries = dict[str, Library]  # by way
 
 
-def load_libraries(
-    model: nn.Module, tokenizer: tiktoken.Encoding, folder: Path
-) -> dict[str, Library]:
+def load_libraries(model: nn.Module, tokenizer: tiktoken.Encoding, folder: Path) -> Libraries:
     """Return the libraries that a study has stored in a folder, by name: the proposal's, if it is
-    there, and ours. Raises as Library.load() does."""
-    # A study leaves out the proposal's library if its map would be too large.
-    if not (folder / OURS).is_dir():
-        raise FileNotFoundError(
-            f"{folder} is no library: it lacks a folder {OURS}, as one of the projection study has"
-        )
+    there (its map may be too large), and ours. Raises as Library.load() does."""
     ways = [PROPOSED, OURS] if (folder / PROPOSED).is_dir() else [OURS]
     return {way: Library.load(model, tokenizer, folder / way) for way in ways}
-
-
-def shared_template(texts: Sequence[str]) -> tuple[str, str]:
-    """Return the beginning that all texts share, up to the end of a word, and the whole lines at
-    the end that they share."""
-    head = shared_beginning([*texts])
-    tail = shared_beginning([text[::-1] for text in texts])[::-1]
-    end_of_word = 1 + max(head.rfind(" "), head.rfind("\n"))
-    return head[:end_of_word], tail[tail.index("\n") :] if "\n" in tail else ""
 
 
 @torch.no_grad()
 def logits_after(model: nn.Module, ids: list[int], cache: KVCache | None = None) -> Tensor:
     """Return the logits (V,) of the token after ids, which follow a cache, if any."""
     prompt = torch.tensor([ids], device=model.wte.weight.device)
-    return model(prompt, cache if cache is not None else KVCache(), last_only=True)[0, -1]
+    return model(prompt, KVCache() if cache is None else cache, last_only=True)[0, -1]
 
 
-@torch.no_grad()
+def read_all(model: nn.Module) -> FirstToken:
+    """Return the exact way to a first token."""
+    return lambda _, ids: logits_after(model, ids)
+
+
 def first_logits(library: Library, text: str, ids: list[int]) -> Tensor:
     """Return the logits (V,) of a text's first new token: from summary tokens and the tail if a
     stored prompt is similar enough, else by reading all."""
@@ -762,52 +628,57 @@ def first_logits(library: Library, text: str, ids: list[int]) -> Tensor:
     return logits_after(library.model, ids_to_read, warm_cache)
 
 
-def first_line(tokens: Iterator[Tensor], tokenizer: tiktoken.Encoding) -> str:
+def time_first_tokens(
+    first_token: FirstToken, prompts: Sequence[tuple[str, list[int]]]
+) -> tuple[float, Tensor]:
+    """Return the mean milliseconds to the first token of N prompts, and its logits (N, V)."""
+    int(first_token(*prompts[0]).argmax())  # a first pass is slow
+    started = time.perf_counter()
+    logits = [first_token(text, ids) for text, ids in prompts]
+    int(logits[-1].argmax())  # waits for the device
+    milliseconds = 1000 * (time.perf_counter() - started) / len(prompts)
+    return milliseconds, torch.stack(logits).double()
+
+
+def first_line(tokens: Iterable[Tensor], tokenizer: tiktoken.Encoding) -> str:
     """Return the text of tokens up to the end of its first line."""
-    text = ""
-    for token in tokens:
-        text += tokenizer.decode([int(token)])
-        if "\n" in text or END_OF_TEXT in text:
-            break
+    text = tokenizer.decode([int(token) for token in tokens])
     return text.partition(END_OF_TEXT)[0].partition("\n")[0].strip()
 
 
 def answer_question(
-    libraries: dict[str, Library], tokenizer: tiktoken.Encoding, line: str, max_new_tokens: int
+    libraries: Libraries, tokenizer: tiktoken.Encoding, line: str, max_new_tokens: int
 ) -> None:
     """Answer a question as proposed, by our summary tokens, and exactly; print for each way the
     time to the first token, its KL and the answer.
 
-    The question, `line`, takes the place in which the stored prompts differ from one another.
+    The question takes the place of the first line in which the stored prompts differ.
     """
-    first_library = next(iter(libraries.values()))
-    model = first_library.model
-    head, end = shared_template(first_library.texts)
-    text = f"{head}{line.strip()}{end}"
+    library = libraries.get(PROPOSED, libraries[OURS])
+    model, stored = library.model, library.texts
+    shared = re.match(r"(?s)(.*\s)?", shared_beginning(stored))[0]  # up to the end of a word
+    text = shared + re.sub(".*", lambda _: line.strip(), stored[0][len(shared) :], count=1)
     ids = tokenizer.encode("", allowed_special="all")  # tokens that begin a text, if any
     ids += tokenizer.encode(text, disallowed_special=())  # a control token's name is text
-    exact = logits_after(model, ids)  # and a process's first pass is slow
-    index, similarity = first_library.nearest(text)
-    stored = first_library.texts[index] if index >= 0 else "none"
-    print(f"The most similar stored prompt: {stored.removeprefix(head).removesuffix(end)}")
-    print(f"Its similarity is {similarity:.2f}; tau is {first_library.threshold:.2f}.\n")
-    rows = []
-    for name, library in {**libraries, "exactly": None}.items():
-        started = time.perf_counter()
-        logits = first_logits(library, text, ids) if library else logits_after(model, ids)
+    index, similarity = library.nearest(text)
+    found = stored[index].removeprefix(shared).partition("\n")[0] if index >= 0 else "none"
+    print(f"The most similar stored prompt: {found}")
+    print(f"Its similarity is {similarity:.2f}; tau is {library.threshold:.2f}.\n")
+    exact, rows = logits_after(model, ids).double(), []
+    prompt = torch.tensor([ids], device=exact.device)
+    for name, library in [*libraries.items(), ("exactly", None)]:
+        tokens = generate(model, prompt, max_new_tokens)
+        first_token = read_all(model)
+        if library:
+            first_token, cache = partial(first_logits, library), library.warm_start(text, ids)
+            if cache is None:
+                name += " (cold)"
+            else:
+                tokens = generate_warm(model, prompt, cache, library.layout.tail, max_new_tokens)
+        milliseconds, logits = time_first_tokens(first_token, [(text, ids)])
         token = tokenizer.decode([int(logits.argmax())])
-        milliseconds = 1000 * (time.perf_counter() - started)
-        divergence = kl(exact.double(), logits.double())
-        warm_cache = library.warm_start(text, ids) if library else None
-        prompt = torch.tensor([ids], device=logits.device)
-        if warm_cache is not None:
-            tokens = generate_warm(model, prompt, warm_cache, library.layout.tail, max_new_tokens)
-        else:
-            tokens = generate(model, prompt, max_new_tokens)
-        if library and warm_cache is None:
-            name += " (cold)"
-        answer = first_line(tokens, tokenizer)
-        rows.append([name, f"{milliseconds:.1f} ms", f"{divergence:.2f}", repr(token), answer])
+        figures = [f"{milliseconds:.1f} ms", f"{float(kl(exact, logits)):.2f}", repr(token)]
+        rows.append([name, *figures, first_line(tokens, tokenizer)])
     print(table(["", "to the first token", "its KL", "first token", "answer"], rows))
     print("""
 proposed: projected summary tokens at the first positions, then the question's last token; ours:
@@ -825,102 +696,35 @@ def reworded_questions(stored: set[str]) -> list[str]:
     return questions
 
 
-def fit_library(model: nn.Module, tokenizer: tiktoken.Encoding) -> tuple[Library, list[str]]:
-    """Fit both stages, reduced to FIT_FAMILIES families of questions about capitals in two wordings, on a model. Return
-    a library of questions about other capitals, as proposed, and these questions in other words. Raises ValueError if
-    the map of stage 1 would take more than MAX_MAP_BYTES."""
-    families = read_pairs(CAPITALS)
-    fitted = [family[:2] for family in families["train"][:FIT_FAMILIES]]
-    prompts = [text for family in fitted for text, _ in family]
-    # Every second family stores its other wording.
-    pairs = [family[1::-1] if i % 2 else family[:2] for i, family in enumerate(families["test"])]
-    stored, asked = ([text for text, _ in wordings] for wordings in zip(*pairs, strict=True))
-    ids_of = {text: tokenizer.encode(text) for text in (*prompts, *stored, *asked)}
-    longest = max(map(len, ids_of.values())) - 1
-    nbytes = map_bytes(model, longest, SUMMARY_TOKENS)
-    if nbytes > MAX_MAP_BYTES:
-        raise ValueError(
-            f"stage 1's map would take {nbytes:,} bytes for this model; at most {MAX_MAP_BYTES:,} are allowed"
-        )
-    exact = {text: prefill(model, ids) for text, ids in ids_of.items() if text not in asked}
-    compressor = Compressor(
-        model, [exact[text] for text in prompts], SUMMARY_TOKENS, FIT_PENALTY, longest, FIT_STEPS
-    )
-    # Both wordings of a family are neighbours.
-    summaries = compressor([exact[text] for text in prompts])
-    other_wording = torch.arange(len(prompts)).view(-1, 2).flip(1).flatten()
-    projector = Projector(summaries, summaries[other_wording], FIT_PENALTY)
-    shared_chars = len(shared_beginning(prompts))
-    names = [i for i, family in enumerate(fitted) for _ in family]
-    encoder = PairEncoder.fit(tokenizer, [text[shared_chars:] for text in prompts], names)
-    library = Library(
-        model,
-        Layout(SUMMARY_TOKENS, true_positions=False),
-        encoder,
-        stored,
-        projector(compressor([exact[text] for text in stored])),
-        match_names=True,
-        shared_chars=shared_chars,
-    )
-    return library, asked
-
-
-def ways_to_a_first_token(
-    libraries: dict[str, Library], tokenizer: tiktoken.Encoding
-) -> dict[str, FirstToken]:
-    """Return the ways that the demo compares: the exact one first."""
+def demo(libraries: Libraries, tokenizer: tiktoken.Encoding) -> None:
+    """Ask the stored questions in other words; print how soon the first token comes, and how good
+    it is, as proposed, by our summary tokens and by two rivals."""
     proposal = libraries[PROPOSED]
-    model = proposal.model
-    neighbours = [tokenizer.encode(text) for text in proposal.texts]
-    neighbour_logits = [logits_after(model, ids) for ids in neighbours]
-    shared_ids = shared_beginning(neighbours)
+    model, stored = proposal.model, [tokenizer.encode(text) for text in proposal.texts]
+    stored_logits = [logits_after(model, ids) for ids in stored]
+    shared_ids = shared_beginning(stored)
     shared_cache = prefilled_cache(model, shared_ids)
 
     def from_shared_beginning(_: str, ids: list[int]) -> Tensor:
         return logits_after(model, ids[len(shared_ids) :], shared_cache.clone())
 
     def from_neighbour(text: str, _: list[int]) -> Tensor:
-        return neighbour_logits[proposal.nearest(text)[0]]
+        return stored_logits[proposal.nearest(text)[0]]
 
     ways = {
-        "cold: the prompt is read": lambda _, ids: logits_after(model, ids),
+        "cold: the prompt is read": read_all(model),
         "rival: exact shared beginning, the rest read": from_shared_beginning,
         "proposed: 8 projected summary tokens, 1 token read": partial(first_logits, proposal),
+        "ours: 1 summary token as stored, 16 tokens read": partial(first_logits, libraries[OURS]),
+        "control: the neighbour's logits": from_neighbour,
     }
-    if OURS in libraries:
-        ours = partial(first_logits, libraries[OURS])
-        ways["ours: 1 summary token as stored, 16 tokens read"] = ours
-    return ways | {"control: the neighbour's logits": from_neighbour}
-
-
-def time_first_tokens(
-    first_token: FirstToken, prompts: Sequence[tuple[str, list[int]]]
-) -> tuple[float, Tensor]:
-    """Return the mean milliseconds to the first token of N prompts, and its logits (N, V)."""
-    int(first_token(*prompts[0]).argmax())  # a first pass is slow
-    started = time.perf_counter()
-    logits = [first_token(text, ids) for text, ids in prompts]
-    int(logits[-1].argmax())  # waits for the device
-    milliseconds = 1000 * (time.perf_counter() - started) / len(prompts)
-    return milliseconds, torch.stack(logits).double()
-
-
-def demo(
-    libraries: dict[str, Library], tokenizer: tiktoken.Encoding, questions: list[str], limits: str
-) -> None:
-    """Ask the stored questions in other words; print how soon the first token comes, and how good
-    it is, as proposed, by our summary tokens (if they are there) and by two rivals. limits: what of
-    the whole test is left out, for the last lines."""
-    proposal = libraries[PROPOSED]
-    stored = {*proposal.texts}
-    found = [(text, *proposal.nearest(text)) for text in questions]
-    similar = [text for text, i, likeness in found if i >= 0 and likeness >= proposal.threshold]
+    questions = reworded_questions({*proposal.texts})
+    similar = [text for text in questions if proposal.nearest(text)[1] >= proposal.threshold]
     prompts = [(text, tokenizer.encode(text)) for text in similar]
+    timed = {name: time_first_tokens(way, prompts) for name, way in ways.items()}
+    cold_milliseconds, exact = next(iter(timed.values()))
     rows = []
-    for name, first_token in ways_to_a_first_token(libraries, tokenizer).items():
-        milliseconds, logits = time_first_tokens(first_token, prompts)
-        if not rows:  # the first way is the exact one
-            exact, cold_milliseconds = logits, milliseconds
+    for name, (milliseconds, logits) in timed.items():
         divergences = kl(exact, logits)
         good_share = (divergences <= GOOD_KL).double().mean()
         saved_share = 1 - milliseconds / cold_milliseconds
@@ -928,7 +732,7 @@ def demo(
         rows.append([name, *figures, f"{good_share:.0%}"])
     header = ["the first token", "ms", "saved", "KL(cold || warm)", "KL <= 0.05"]
     print(f"""\
-{len(stored)} questions are stored, and asked in {len(questions)} other wordings; for
+{len(proposal.texts)} questions are stored, and asked in {len(questions)} other wordings; for
 {len(prompts)} of these, the stored one that is found is similar enough.
 
 {table(header, rows)}
@@ -937,26 +741,19 @@ Exact: the cold start and the rival. Approximate: the first token of the others;
 come from the prompt, which is read meanwhile.
 To survive its own test a warm start must save 35%, with KL <= {GOOD_KL} on 80% of the prompts.
 
-{limits}""")
-
-
-def reduced_limits(model: str) -> str:
-    """Return how the demo's fit is reduced, and what measures a whole one."""
-    pairs = "" if model == SMOLLM2 else " --pairs data/capitals.csv"
-    return f"""\
-A reduced fit, on {FIT_FAMILIES} other capitals in two wordings: {FIT_STEPS} steps of L-BFGS a head where the whole test takes
-{STEPS}, and no cross-validation: python3 -m studies.projection --model {model}{pairs}"""
+The whole test takes two and a half hours: python3 -m studies.projection""")
 
 
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, 'python3 %(prog)s ask "Name the river that Hexley stands on."')
     test, ask = cli.add_actions(
         "demo",
-        demo="the falsification test, in 20 seconds for pocket",
+        demo="the falsification test, in 20 seconds",
         ask="answer QUESTION in three ways",
     )
-    test.add_model_options("pocket; another, such as smollm2, after a fit of half a minute")
+    test.add_model_options("pocket")
     ask.add_model_options("pocket; another, such as smollm2, with --library")
+    test.set_defaults(library=None)
     ask.add_argument(
         "question", type=utf8, metavar="QUESTION", help="replaces a stored prompt's question"
     )
@@ -967,31 +764,19 @@ def main(argv: list[str] | None = None) -> None:
         help="prompts stored by a study; default: the quiz questions in data/",
     )
     with cli.parse(argv) as args:
-        is_pocket, base = args.model == "pocket", args.model.partition(":")[0]
-        if args.action == "ask" and args.library is None and not is_pocket:
+        if args.model != "pocket" and args.library is None:
             raise ValueError(
                 f"the stored questions are pocket's: for {args.model}, store others by "
                 f"`python3 -m studies.projection --model {args.model}`, with `--pairs FILE` if that asks for it, then "
                 f"`ask QUESTION --model {args.model} --library results/projection/library`"
             )
-        if args.action == "demo" and base in POCKET and not is_pocket:
-            raise ValueError(
-                f"the stored questions are pocket's: try --model pocket, not {args.model}"
-            )
         model = load_model(args.model, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
+        libraries = load_libraries(model, tokenizer, Path(args.library or QUIZ_LIBRARY))
         if args.action == "ask":
-            library = QUIZ_LIBRARY if args.library is None else Path(args.library)
-            libraries = load_libraries(model, tokenizer, library)
             answer_question(libraries, tokenizer, args.question, args.max_new_tokens)
-        elif is_pocket:
-            libraries = load_libraries(model, tokenizer, QUIZ_LIBRARY)
-            questions = reworded_questions({*libraries[PROPOSED].texts})
-            limits = "The whole test takes two and a half hours: python3 -m studies.projection"
-            demo(libraries, tokenizer, questions, limits)
         else:
-            library, questions = fit_library(model, tokenizer)
-            demo({PROPOSED: library}, tokenizer, questions, reduced_limits(args.model))
+            demo(libraries, tokenizer)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@ split among processes."""
 
 import math
 import os
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,7 +10,6 @@ from tqdm import tqdm
 
 from pocket import corpus
 from pocket.recipes import Batch, Distillation, Phase, Pruning, Recipe, schedule
-from support.files import read_text
 
 RANK = int(os.environ.get("RANK", 0))  # of this process, as torchrun sets it
 
@@ -50,36 +48,26 @@ def draw_lists(
 
 
 class Corpus:
-    """The text that a recipe trains on, in its model's tokens, with <|endoftext|> after each
-    document.
+    """The text that a recipe trains on, in tokens, with <|endoftext|> after each document.
 
     tokens (N,); starts, where rows may begin; is_answer (N,), whether a token is part of an answer.
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        tokenizer, n_texts = recipe.tokenizer, recipe.documents
+        tokenizer = recipe.tokenizer
         self.vocabulary = tokenizer.n_vocab
         tokens, starts, is_answer = [], [], []
-        texts = (document.text for document in corpus.documents("train", n_texts))
-        if recipe.text is not None:
-            parts = read_text(Path(recipe.text)).split("<|endoftext|>")
-            texts = [text for text in parts if text.strip()]
-            n_texts = len(texts)
-        for text in tqdm(texts, total=n_texts, desc="corpus", disable=RANK > 0):
-            begin = len(tokens)
-            lines = [(text, "", "")]
-            if recipe.text is None:  # no token of the corpus spans two lines
-                lines = [line.partition("Answer:") for line in text.splitlines(keepends=True)]
-            for question, mark, answer in lines:
+        documents = corpus.documents("train", recipe.documents)
+        for document in tqdm(documents, "corpus", recipe.documents, disable=RANK > 0):
+            starts.append(len(tokens))
+            for line in document.text.splitlines(keepends=True):  # no token spans two lines
+                question, mark, answer = line.partition("Answer:")
                 question_ids = tokenizer.encode_ordinary(question + mark)
                 answer_ids = tokenizer.encode_ordinary(answer)
                 tokens += question_ids + answer_ids
                 is_answer += [False] * len(question_ids) + [bool(mark)] * len(answer_ids)
             tokens.append(tokenizer.eot_token)
             is_answer.append(False)
-            # a row begins where a document does; in a given text, also after each n_ctx tokens
-            stride = len(tokens) if recipe.text is None else recipe.config.n_ctx
-            starts.extend(range(begin, len(tokens), stride))
         self.tokens = torch.tensor(tokens)
         self.starts = torch.tensor(starts)
         self.is_answer = torch.tensor(is_answer)
@@ -89,14 +77,9 @@ class Corpus:
         each token but the first weighs in the loss (documents + shuffled, context).
 
         In a shuffled row about half of the vocabulary has changed places, differently in every row: what was learned of
-        names and things is of no use there, only what the row itself says. Raises ValueError if the text is shorter
-        than a row.
+        names and things is of no use there, only what the row itself says.
         """
         starts = self.starts[self.starts < len(self.tokens) - phase.context]
-        if not len(starts):
-            raise ValueError(
-                f"the text has {len(self.tokens)} tokens, and a row of {phase.context} doesn't fit in it"
-            )
         n_rows = phase.documents + phase.shuffled
         begin = starts[torch.randint(len(starts), (n_rows,), generator=generator)]
         indices = begin[:, None] + torch.arange(phase.context + 1)

@@ -10,7 +10,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import gpt_bounded_cache as bounded
-from formats.checkpoints import open_checkpoint
 from formats.configs import LLAMA_FIELDS
 from formats.tensors import public_parts
 from gpt_kv_cache import GPT, GPTConfig
@@ -24,25 +23,14 @@ from support.figures import write_figure
 from support.files import read_json, write_atomically, write_json, write_text
 
 HERE = Path(__file__).resolve().parent
-# what a tokenizer may be made of, and which tokens end its texts
-TOKENIZER_FILES = (
-    "tokenizer.tiktoken tokenizer.json vocab.json merges.txt generation_config.json".split()
-)
 
 
-def export(
-    model: GPT | Llama,
-    folder: Path,
-    dtype: torch.dtype = torch.float16,
-    end_token: int | None = None,
-) -> None:
-    """Write config.json and model.safetensors in Hugging Face format. end_token: the token that
-    ends a text, by default the last."""
+def export(model: GPT | Llama, folder: Path, dtype: torch.dtype = torch.float16) -> None:
+    """Write config.json and model.safetensors in Hugging Face format. The last token of the
+    vocabulary ends a text."""
     to_public = llama_format if isinstance(model, Llama) else gpt2_format
     fields, tensors = to_public(model)
-    if end_token is None:
-        end_token = model.config.vocab_size - 1
-    fields |= {"bos_token_id": end_token, "eos_token_id": end_token}
+    fields |= dict.fromkeys(("bos_token_id", "eos_token_id"), model.config.vocab_size - 1)
     for name, tensor in tensors.items():
         tensors[name] = tensor.detach().to("cpu", dtype).contiguous()
     write_json(folder / "config.json", fields)
@@ -124,19 +112,12 @@ def model_card(recipe: Recipe, model: torch.nn.Module, figures: dict) -> str:
 
 
 def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> None:
-    """Write a model as it is shipped, in fp16, with its loss curve and, if it was trained on the corpus, its figures
-    and card. It gets the tokenizer of the model that it comes from, if that has its own; the shipped ones share one."""
+    """Write a model as it is shipped, in fp16, with its loss curve, figures and card. Outside of pocket it gets a copy
+    of the tokenizer; the shipped ones share one."""
     model = model.half().float()
-    export(model, folder, end_token=recipe.tokenizer.eot_token)  # first: what follows takes minutes
-    if recipe.init and folder.resolve().parent != HERE:
-        source = open_checkpoint(recipe.init).path.resolve()
-        if source.parent == HERE:
-            source = TOKENIZER.parent
-        for name in TOKENIZER_FILES:
-            if (source / name).is_file():
-                write_atomically(folder / name, partial(shutil.copyfile, source / name))
-            else:  # left by an earlier model
-                (folder / name).unlink(missing_ok=True)
+    export(model, folder)  # first: what follows takes minutes
+    if folder.resolve().parent != HERE:
+        write_atomically(folder / TOKENIZER.name, partial(shutil.copyfile, TOKENIZER))
     window = min(100, len(losses))
 
     def draw_on(axes: Any) -> None:
@@ -154,7 +135,6 @@ def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> Non
         ylim=(0, None),
         title="Training loss (of what each phase reads)",
     )
-    if recipe.text is None:
-        figures = measure(recipe, model)
-        write_json(folder / "figures.json", figures)
-        write_text(folder / "README.md", model_card(recipe, model, figures))
+    figures = measure(recipe, model)
+    write_json(folder / "figures.json", figures)
+    write_text(folder / "README.md", model_card(recipe, model, figures))

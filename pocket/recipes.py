@@ -54,7 +54,6 @@ class Recipe:
     kind, model_class = "teacher", GPT  # of the model
     init = None  # the model that it learns from
     begin = None  # the model that it begins as, if that is another
-    text = None  # a file to train on instead of the corpus
 
     config: GPTConfig
     phases: tuple[Phase, ...]
@@ -68,7 +67,7 @@ class Recipe:
 
     @property
     def tokenizer(self) -> Encoding:
-        return load_tokenizer(self.init or "pocket")
+        return load_tokenizer("pocket")
 
     def losses(self, model: nn.Module, teacher: None, batch: Batch) -> Tensor:
         """Return the loss (B, T) in nats of every next token."""
@@ -94,7 +93,6 @@ class Change(Recipe):
     documents: int = 60_000
     weight_decay: float = 0.0
     init: str = "pocket"
-    text: str | None = None
 
     def predict(self, model: nn.Module, teacher: GPT, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the logits (B, T, V) of the teacher and of the model."""
@@ -204,17 +202,9 @@ PAPER_MEMORY = {"rule": "sum", "slots": 32, "recent": 0}  # BCT as in its paper
 SHORT_CONTEXT = 512  # tokens of a row in the first two thirds of a fine-tuning, which are faster
 
 
-def phases_of(
-    config: GPTConfig, steps: int, lr: float, answers: float, text: str | None = None
-) -> tuple[Phase, ...]:
-    """Return the phases of a model that begins as another.
-
-    A given text is read in one phase, without weights for answers, since it doesn't mark them. Of
-    the corpus, the first two thirds of the steps read short rows, some of them shuffled, and the
-    last third long ones.
-    """
-    if text:
-        return (Phase(steps, 8, 0, config.n_ctx, lr),)
+def phases_of(config: GPTConfig, steps: int, lr: float, answers: float) -> tuple[Phase, ...]:
+    """Return the phases of a model that begins as another: the first two thirds of the steps read
+    short rows, some of them shuffled, and the last third long ones."""
     short_context = min(SHORT_CONTEXT, config.n_ctx)
     long_steps = steps // 3 if config.n_ctx > SHORT_CONTEXT else 0
     short = Phase(steps - long_steps, 3, 0, short_context, lr, shuffled=1, answers=answers)
@@ -222,24 +212,18 @@ def phases_of(
     return (short, long) if long_steps else (short,)
 
 
-def distillation(
-    init: str, config: GPTConfig, steps: int | None = None, text: str | None = None, **memory: Any
-) -> Distillation:
+def distillation(init: str, config: GPTConfig, steps: int = 4_000, **memory: Any) -> Distillation:
     """Return the recipe that gives a trained model of this geometry a bounded memory."""
-    if steps is None:
-        steps = 4_000
-    phases = phases_of(config, steps, 6e-4, 8.0, text)
-    return Distillation(bounded.BCTConfig(**vars(config), **memory), phases, init=init, text=text)
+    phases = phases_of(config, steps, 6e-4, 8.0)
+    return Distillation(bounded.BCTConfig(**vars(config), **memory), phases, init=init)
 
 
-def pruning(
-    init: str, config: GPTConfig, steps: int | None, kind: str, text: str | None = None
-) -> Pruning:
+def pruning(init: str, config: GPTConfig, kind: str, steps: int = 3_000) -> Pruning:
     """Return the recipe that gives a trained model of this geometry a student of one of KINDS; pocket's with dropout
-    goes on from the one without, since on a CPU dropout takes four times as long."""
-    begin, lr, default_steps = None, 1e-3, 3_000
+    goes on from the one without for 600 steps, since on a CPU dropout takes four times as long."""
+    begin, lr = None, 1e-3
     if (init, kind) == ("pocket", "dropout"):
-        begin, lr, default_steps = "pocket-student", 4e-4, 600
+        begin, lr, steps = "pocket-student", 4e-4, 600
     mode, dropout = ("segments", DROPOUT) if kind == "dropout" else (kind, 0.0)
     narrow = replace(
         config,
@@ -247,8 +231,7 @@ def pruning(
         n_inner=8 * round(STUDENT_WIDTH * config.n_inner / 8),
         dropout=dropout,
     )
-    phases = phases_of(config, default_steps if steps is None else steps, lr, 4.0, text)
-    return Pruning(narrow, phases, init=init, text=text, mode=mode, begin=begin)
+    return Pruning(narrow, phases_of(config, steps, lr, 4.0), init=init, mode=mode, begin=begin)
 
 
 class Step(NamedTuple):

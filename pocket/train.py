@@ -6,10 +6,8 @@
   python3 pocket/train.py llama                               a Llama of the same size, by the same recipe
   python3 pocket/train.py bct                                 the teacher with BCT's bounded memory, fine-tuned
   python3 pocket/train.py bct --rule sum                      the same by the BCT paper's own rule, section 3.2 of it
-  torchrun --nproc-per-node 8 pocket/train.py bct --init gpt2 --text FILE --out FOLDER
   python3 pocket/train.py student                             a narrower model that decodes on the teacher's cache
   python3 pocket/train.py student --kind prompt               the same, trained otherwise: also alone, dropout
-  torchrun --nproc-per-node 8 pocket/train.py student --init gpt2-medium --text FILE --out FOLDER
   python3 pocket/train.py ablation                            which parts of BCT do what, by short runs of each
 
 The finding behind the recipe: a GPT-2 this small, with random learned positions, forms no induction head within
@@ -30,19 +28,16 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from gpt_kv_cache import GPT
-from load_gpt2_weights import load_model
 from pocket import recipes
 from pocket.ablation import ablation
 from pocket.batches import RANK
 from pocket.checkpoints import finish
 from pocket.tokenizer import TOKENIZER, train_tokenizer
 from pocket.training import train
-from support.cli import CommandLine, whole_number
+from support.cli import CommandLine
 from support.files import writable_folder
 
 HERE = Path(__file__).resolve().parent
-DEFAULTS = ("pocket", None, None)  # of --init, --text and --steps
 
 
 def recipe_of(args: argparse.Namespace) -> recipes.Recipe:
@@ -51,11 +46,11 @@ def recipe_of(args: argparse.Namespace) -> recipes.Recipe:
         return recipes.TEACHER
     if args.action == "llama":
         return recipes.LLAMA
-    config = load_model(args.init, model_class=GPT).config
+    config = recipes.TEACHER.config
     if args.action == "student":
-        return recipes.pruning(args.init, config, args.steps, args.kind, args.text)
+        return recipes.pruning("pocket", config, args.kind)
     memory = recipes.PAPER_MEMORY if args.rule == "sum" else recipes.MEMORY
-    return recipes.distillation(args.init, config, args.steps, args.text, **memory)
+    return recipes.distillation("pocket", config, **memory)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -77,19 +72,6 @@ def main(argv: list[str] | None = None) -> None:
             metavar="FOLDER",
             help="for the result, and in run/ the run's state; default: in pocket, and runs/",
         )
-    for action in (bct, student):
-        action.add_argument("--init", default="pocket", metavar="NAME", help="the model to change")
-        action.add_argument(
-            "--text",
-            metavar="FILE",
-            help="UTF-8 text, <|endoftext|> between texts; default: the corpus",
-        )
-        action.add_argument(
-            "--steps",
-            type=whole_number(1),
-            metavar="N",
-            help="steps of training; default: as many as for pocket's",
-        )
     student.add_argument(
         "--kind",
         default=recipes.KINDS[0],
@@ -104,11 +86,6 @@ def main(argv: list[str] | None = None) -> None:
         help="how slots are written and read: mean, ours, with gates; sum, the paper's own",
     )
     with cli.parse(argv) as args:
-        changes = args.action in ("bct", "student")
-        if changes and not args.out and (args.init, args.text, args.steps) != DEFAULTS:
-            raise ValueError(
-                "--out FOLDER is needed: only the defaults may replace pocket's models"
-            )
         if args.action == "tokenizer":
             folder = TOKENIZER.parent if args.out is None else args.out
             train_tokenizer(folder / TOKENIZER.name)

@@ -35,7 +35,7 @@ def recipe_of(name: str) -> Recipe:
     family, _, kind = name.partition("-")
     plain = recipes.TEACHER.config
     if family == "student":
-        return recipes.pruning("pocket", plain, None, kind or recipes.KINDS[0])
+        return recipes.pruning("pocket", plain, kind or recipes.KINDS[0])
     if family == "llama":
         return recipes.LLAMA
     if family == "bct":

@@ -7,21 +7,45 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import projector
 from gpt_kv_cache import GPT
+from llama_kv_cache import rotate, rotation
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
-from projector import Layout, cache_of_summary
+from projector import (
+    Compressor,
+    Layout,
+    Prefill,
+    attention_output,
+    cache_of_summary,
+    prefill,
+    tail_queries,
+)
 from studies.core import Figure, Rows
-from studies.projection import segments
+from studies.projection import segments, ways
 from studies.projection import study as projection
-from studies.projection.ways import PROPOSED, TRUE_POSITIONS, Trial, Way, pocket_families
+from studies.projection.segments import SegmentMap, measure_segments, summarize
+from studies.projection.ways import (
+    PROPOSED,
+    TRUE_POSITIONS,
+    Trial,
+    Way,
+    pocket_families,
+    reading_error,
+)
 from support import encoders
 from support.encoders import PairEncoder
+from support.regression import PENALTIES
 from support.texts import read_pairs
 from tests.helpers import ROOT, refused, start
+from tests.test_projector import MODELS, close, prompt
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest) -> nn.Module:
+    return MODELS[request.param]
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +65,91 @@ def kl_of(trial: Trial, way: Way) -> float:
     return sum(projection.first_token_error(trial, way, p, p)["kl"] for p in prompts) / len(prompts)
 
 
+# --- Summary tokens of segments ---------------------------------------------------------------------
+
+
+@torch.no_grad()
+def after_summary(model: nn.Module, exact: Prefill, summary: Tensor, layout: Layout) -> Tensor:
+    """Logits (V,) of the first token, from summary tokens in place of a prompt."""
+    cache = cache_of_summary(model, summary, layout.tail_position(len(exact.ids)))
+    return model(torch.tensor([exact.ids[-layout.tail :]]), cache, last_only=True)[0, -1]
+
+
+@pytest.mark.parametrize("true_positions", [True, False])
+@pytest.mark.parametrize("tail", [1, 4])
+def test_identity_of_as_many_summary_tokens_as_tokens(
+    model: nn.Module, tail: int, true_positions: bool
+) -> None:
+    exact, layout = prefill(model, prompt(30)), Layout(30 - tail, tail, true_positions)
+    summary = summarize(measure_segments(exact, layout), bank_weight=0.0)
+    close(after_summary(model, exact, summary, layout), exact.logits)
+
+
+@pytest.mark.parametrize("m", [1, 3])
+def test_identity_of_one_query_read_from_its_own_summary_tokens(model: nn.Module, m: int) -> None:
+    """The degenerate optimum: with one query, summary tokens store its attention output. Several
+    queries that share a head of keys need as many summary tokens."""
+    exact = prefill(model, prompt(40))
+    layout = Layout(max(m, tail_queries(exact).size(2)))
+    segments = measure_segments(exact, layout)
+    stored = summarize(segments, penalty=1e-9)
+    close(after_summary(model, exact, stored, layout), exact.logits, 1e-3)
+    plain = after_summary(model, exact, segments.pooled, layout)
+    assert (plain - exact.logits).abs().max() > 0.05  # segment means alone are not that
+
+
+def test_by_the_rule_of_the_proposal_turned_summary_tokens_directly_precede_the_tail() -> None:
+    model, ids, m = MODELS["grouped"], prompt(30), 4
+    exact = prefill(model, ids)
+
+    def turned(k: Tensor, by: Tensor) -> Tensor:
+        return rotate(k, rotation(by, model.config))
+
+    k = turned(exact.kv[:, 0], -torch.arange(30))[:, :, :29]  # as if all were at position 0
+    for true in (True, False):
+        pooled = measure_segments(exact, Layout(m, true_positions=true)).pooled[:, 0]
+        for j, part in enumerate(k.split([7, 7, 7, 8], -2)):
+            n = part.size(-2)
+            at = torch.arange(7 * j, 7 * j + n) - 29 if true else torch.full((n,), j - m)
+            expected = turned(part, at).mean(-2)
+            close(pooled[:, :, j], expected, 1e-3)
+
+
+def test_a_bank_of_no_weight_changes_nothing() -> None:
+    model, layout = MODELS["learned"], Layout(3, tail=2)
+    exact = prefill(model, prompt(50))
+    others = tail_queries(prefill(model, prompt(60, seed=1)), 40)
+    alone = summarize(measure_segments(exact, layout))
+    with_bank = measure_segments(exact, layout, others)
+    close(summarize(with_bank, bank_weight=0.0), alone)
+    assert (summarize(with_bank) - alone).abs().max() > 0.1
+
+
+def test_the_map_of_segments_reads_better_than_segment_means_on_its_own_prompts(
+    model: nn.Module,
+) -> None:
+    """All query heads of a group read the summary tokens of their one head of keys."""
+    read = [prefill(model, prompt(30, seed=i)) for i in range(12)]
+    prompts = [measure_segments(one, Layout(4)) for one in read]
+    pooled = torch.stack([s.pooled for s in prompts])
+    mapped = SegmentMap(prompts, 1e-6)(prompts)
+    q, out = (torch.stack([getattr(s, name) for s in prompts]) for name in ("q", "out"))
+
+    def errors(summaries: Tensor) -> Tensor:  # of each query that reads a head
+        got = attention_output(q, *summaries.unbind(2))
+        return (got - out).square().mean((0, 1, 2, 4))
+
+    assert (errors(mapped) < 0.05 * errors(pooled)).all()
+    close(SegmentMap(prompts, 1e9)(prompts), pooled, 1e-3)
+    assert SegmentMap.fit(prompts, [f"{i // 2}" for i in range(12)]).penalty in PENALTIES
+
+
+def test_the_loss_of_stage_1_grows_with_the_penalty(model: nn.Module) -> None:
+    prompts = [prefill(model, prompt(20 + i, seed=i)) for i in range(6)]
+    fitted, heavy = (Compressor(prompts, 3, penalty, steps=30) for penalty in (1e-5, 1e5))
+    assert 10 * reading_error(fitted, prompts) < reading_error(heavy, prompts)
+
+
 # --- What is fitted, and on what ----------------------------------------------------------------------
 
 
@@ -56,10 +165,10 @@ def test_nothing_is_fitted_on_what_is_tested(trial: Trial, monkeypatch: pytest.M
         stored = trial.stored_prompts(split)
         assert splits(stored) == {split, "train"}
         assert splits(trial.stored_prompts(split, False)) == {"train"}
-        for prompt, relative in trial.queries(split):
-            assert prompt.family.startswith(split) and prompt not in stored
-            assert relative is None or (relative in stored and relative.family == prompt.family)
-            assert (relative is None) == (int(prompt.family.split("/")[1]) % 5 == 0)
+        for query, relative in trial.queries(split):
+            assert query.family.startswith(split) and query not in stored
+            assert relative is None or (relative in stored and relative.family == query.family)
+            assert (relative is None) == (int(query.family.split("/")[1]) % 5 == 0)
     asked, queries = [], trial.queries
     monkeypatch.setattr(trial, "queries", lambda split: (asked.append(split), queries(split))[1])
     tau, area = projection.choose_tau(trial)
@@ -74,7 +183,7 @@ def test_penalties_are_chosen_by_family(trial: Trial, monkeypatch: pytest.Monkey
         return 1.0
 
     monkeypatch.setattr(trial, "quick_steps", 0)  # a reduced run chooses none
-    for module in (projector, segments, encoders):
+    for module in (ways, segments, encoders):
         monkeypatch.setattr(module, "cross_validate", recording)
     fresh = replace(TRUE_POSITIONS, tail=2)
     trial.segment_map(fresh)
@@ -93,10 +202,10 @@ def test_other_numbers_of_summary_tokens_have_the_penalties_of_the_proposals(
 ) -> None:
     layout = replace(PROPOSED, m=4)
     written = trial.ways["written"].summary
-    assert written(trial.train[0], layout).shape[-2] == trial.compressor(4).m == 4
+    assert written(trial.train[0], layout).shape[-2] == 4
     assert not trial.can_vary_written(4)  # a reduced run, of pocket's prompts
 
-    def best_penalty(*_: object) -> float:
+    def validate(*_: object) -> float:
         return next(penalties)
 
     monkeypatch.setattr(trial, "quick_steps", 0)
@@ -104,8 +213,7 @@ def test_other_numbers_of_summary_tokens_have_the_penalties_of_the_proposals(
     monkeypatch.setattr(trial, "kind", "mine")
     assert trial.can_vary_written(4) and not trial.can_vary_written(10**6)
     monkeypatch.setattr(projector, "STEPS", 1)
-    for kind in (projector.Compressor, projector.Projector):
-        monkeypatch.setattr(kind, "best_penalty", best_penalty)
+    monkeypatch.setattr(ways, "cross_validate", validate)
     penalties = iter([0.5, 0.25])  # each stage's is found once
     for made_once in (trial.stage_1_penalty, trial.stage_2_penalty):
         made_once.cache_clear()
@@ -113,7 +221,9 @@ def test_other_numbers_of_summary_tokens_have_the_penalties_of_the_proposals(
     found = []
     for m in (PROPOSED.m, 4):
         stage_2 = trial.stage_2(replace(PROPOSED, m=m), trial.summary_as_written)
-        found.append((trial.compressor(m).m, trial.compressor(m).penalty, stage_2.penalty))
+        found.append(
+            (trial.compressor(m).constant.size(2), trial.compressor(m).penalty, stage_2.penalty)
+        )
         trial.drop_large_maps()
     for made_once in (trial.stage_1_penalty, trial.stage_2_penalty):
         made_once.cache_clear()

@@ -173,7 +173,7 @@ def test_an_exact_cache_may_stand_at_other_positions(
 ) -> None:
     """CP-KVP's rule of positions costs a model with rotary positions nothing."""
     exact = prefill(model, encode_question("What is the capital of France?", tokenizer))
-    cache = cache_of_summary(model, cache_before_last(model, exact), 8)
+    cache = cache_of_summary(model, cache_before_last(exact), 8)
     logits = logits_after(model, exact.ids[-1:], cache)
     assert float(kl(exact.logits, logits.float())) < 1e-6
 

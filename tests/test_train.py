@@ -48,12 +48,11 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def teacher(tmp_path: Path) -> str:
-    """A folder with a small random model and the tokenizer of pocket."""
+    """A folder with a small random model."""
     torch.manual_seed(0)
     model = GPT(PLAIN)
     randomize(model)
     checkpoints.export(model, tmp_path / "teacher")
-    (tmp_path / "teacher" / "tokenizer.tiktoken").write_bytes(TOKENIZER.read_bytes())
     return str(tmp_path / "teacher")
 
 
@@ -62,7 +61,7 @@ def recipe_of(what: str, teacher: str, steps: int = 3, **options: object) -> Rec
     if what == "bct":
         recipe = recipes.distillation(teacher, PLAIN, steps, **options)
     else:
-        recipe = recipes.pruning(teacher, PLAIN, steps, what)
+        recipe = recipes.pruning(teacher, PLAIN, what, steps)
     return replace(recipe, documents=60, warmup=2)
 
 
@@ -131,62 +130,75 @@ def test_more_processes_than_rows_are_refused(
         training.train(TINY, tmp_path)
 
 
-COMMANDS = {"bct": [], "bct-sum": ["--rule", "sum"], "student": []}
-
-
-def command_of(what: str, teacher: str, folder: Path, out: str) -> list[str]:
-    """What one runs on GPT-2's own weights: WHAT --init gpt2 --text FILE."""
-    texts = [d.text for d in corpus.documents("train", 20)]
-    (folder / "text.txt").write_text("<|endoftext|>".join(texts))
-    command = [what.removesuffix("-sum"), *COMMANDS[what], "--init", teacher, "--steps", "5"]
-    return [*command, "--text", str(folder / "text.txt"), "--out", str(folder / out)]
-
-
-@pytest.mark.parametrize("what", COMMANDS)
-def test_the_command_changes_any_model_on_any_text(what: str, teacher: str, tmp_path: Path) -> None:
-    train.main(command_of(what, teacher, tmp_path, "one"))
-    made = tmp_path / "one"
-    files = ["config.json", "loss.png", "model.safetensors", "run", "tokenizer.tiktoken"]
-    assert sorted(path.name for path in made.iterdir()) == files
+@pytest.mark.parametrize("what", ["bct", "segments"])
+def test_a_trained_model_gets_its_files(
+    what: str, teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_of(what, teacher, **(MEMORY if what == "bct" else {}))
+    model, losses = training.train(recipe, tmp_path / "run")
+    monkeypatch.setattr(checkpoints, "measure", lambda *_: {"perplexity": 1.0})  # takes minutes
+    monkeypatch.setattr(checkpoints, "model_card", lambda *_: "card")
+    made = tmp_path / "made"
+    checkpoints.finish(recipe, model, losses, made)
+    written = {"config.json", "figures.json", "loss.png", "model.safetensors", "README.md"}
+    assert {path.name for path in made.iterdir()} == written | {"tokenizer.tiktoken"}
     assert load_tokenizer(str(made)).n_vocab == VOCABULARY
-    config = load_model(str(made), model_class=GPT if what == "student" else BCT).config
-    if what == "student":
-        assert (config.n_embd, config.n_head, config.head_dim) == (16, 3, 8)
-        return
-    memory = (config.slots, config.recent, config.rule)
-    assert memory == ((32, 0, "sum") if what == "bct-sum" else (24, 8, "mean"))
-    words = ("--memory", "bct", "--model", made, "--max-new-tokens", 9)
-    assert run(gpt_bounded_cache.main, *words).code == 0  # the script of the lecture reads it
+    config = load_model(str(made), model_class=BCT if what == "bct" else GPT).config
+    assert config == recipe.config
+    if what == "bct":  # the script of the lecture reads it
+        words = ("--memory", "bct", "--model", made, "--max-new-tokens", 9)
+        assert run(gpt_bounded_cache.main, *words).code == 0
+
+
+TWO_PROCESSES = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import torch
+from tests.test_train import MEMORY, recipe_of, training
+training.train(recipe_of("bct", sys.argv[2], 5, **MEMORY), Path(sys.argv[3]))
+torch.distributed.destroy_process_group()
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", COMMANDS)
-def test_the_command_runs_under_torchrun_too(what: str, teacher: str, tmp_path: Path) -> None:
+def test_two_processes_train_as_one_does(teacher: str, tmp_path: Path) -> None:
     torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
-    words = [ROOT / "pocket" / "train.py", *command_of(what, teacher, tmp_path, "two")]
+    script = tmp_path / "two_processes.py"
+    script.write_text(TWO_PROCESSES)
+    words = [script, ROOT, teacher, tmp_path / "two"]
     done = process(sys.executable, *torchrun, *words, folder=tmp_path)
     assert done.code == 0, done.err
-    train.main(command_of(what, teacher, tmp_path, "one"))
-    runs = [torch.load(tmp_path / name / "run" / "last.pt") for name in ("one", "two")]
-    one, two = (run["losses"] for run in runs)
+    _, one = training.train(recipe_of("bct", teacher, 5, **MEMORY), tmp_path / "one")
+    two = torch.load(tmp_path / "two" / "last.pt")["losses"]
     assert one == pytest.approx(two, rel=1e-2)  # bf16; after a step the gradients of both count
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "name"),
     [
-        ("bct --steps 5", "--out FOLDER is needed"),
-        ("llama --init gpt2", "--init"),
-        ("bct --init {teacher} --text {text} --out {out}", "a row of 32 doesn't fit"),
+        ("teacher", "teacher"),
+        ("llama", "llama"),
+        ("bct", "bct"),
+        ("bct --rule sum", "bct-sum"),
+        ("student", "student"),
+        ("student --kind prompt", "student-prompt"),
     ],
 )
-def test_command_line_refuses_what_makes_no_sense(
-    argv: str, said: str, teacher: str, tmp_path: Path
+def test_the_command_trains_what_it_names(
+    argv: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text, out = tmp_path / "text.txt", tmp_path / "out"
-    text.write_text("Too short.")
-    ran = run(train.main, *argv.format(teacher=teacher, text=text, out=out).split())
-    assert ran.code == 2 and said in ran.err.splitlines()[-1] and not out.exists()
+    finished = []
+    monkeypatch.setattr(train, "train", lambda *_: (nn.Linear(1, 1), []))
+    monkeypatch.setattr(train, "finish", lambda recipe, *rest: finished.append((recipe, rest[-1])))
+    train.main([*argv.split(), "--out", str(tmp_path)])
+    [(recipe, folder)] = finished
+    assert recipe.name == name and folder == tmp_path
+
+
+def test_a_command_without_sense_is_one_sentence() -> None:
+    ran = run(train.main, "llama", "--rule", "sum")
+    assert ran.code == 2 and "--rule" in ran.err.splitlines()[-1]
 
 
 def saved_bytes(state: object) -> bytes:
@@ -261,16 +273,6 @@ def test_every_second_step_reads_on_after_another_text(teacher: str) -> None:
     assert [learns for _, learns in read] == [True, False, True]
     (before, _), (rows, _) = read[1:]
     assert torch.equal(before, rows.roll(1, dims=0)[:, -before.size(1) :])
-
-
-def test_rows_of_a_long_text_begin_all_over_it(teacher: str, tmp_path: Path) -> None:
-    path = tmp_path / "book.txt"
-    path.write_text("The mug is blue.\n" * 1000 + "<|endoftext|>And so on.")
-    recipe = recipe_of("bct", teacher, text=str(path))
-    text = batches.Corpus(recipe)
-    n, n_ctx = len(text.tokens), recipe.config.n_ctx
-    *book, last = text.starts.tolist()
-    assert book == [*range(0, last, n_ctx)] and len(book) > 3 and n - 12 < last < n
 
 
 # --- Models as they begin

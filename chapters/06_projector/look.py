@@ -34,7 +34,7 @@ def summaries(model: GPT, tokenizer: tiktoken.Encoding) -> None:
         return prefill(model, tokenizer.encode(question.prompt))
 
     def query_bank(layout: Layout) -> Tensor:
-        queries = [tail_queries(model, prompt, layout.tail) for prompt in bank_prompts]
+        queries = [tail_queries(prompt, layout.tail) for prompt in bank_prompts]
         return torch.cat(queries, 2)  # (L, H, BANK_PROMPTS, D)
 
     families = corpus.quiz_families("test")
@@ -52,7 +52,7 @@ def summaries(model: GPT, tokenizer: tiktoken.Encoding) -> None:
         ):
             stored, row = prefill_of(question), []
             for layout, bank in banks.items():
-                kv = summarize(measure_segments(model, stored, layout, bank))  # (L, 2, H, m, D)
+                kv = summarize(measure_segments(stored, layout, bank))  # (L, 2, H, m, D)
                 warm = cache_of_summary(model, kv, layout.tail_position(len(asked.ids)))
                 logits = model(torch.tensor([asked.ids[-1:]]), warm)[0, -1]
                 row.append(divergence(asked.logits, logits))

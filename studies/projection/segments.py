@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpt_kv_cache import GPT
 from projector import (
     Layout,
     Prefill,
@@ -50,19 +49,17 @@ def segments_of(layout: Layout, T: int) -> list[slice]:
     return [slice(*ends) for ends in itertools.pairwise(bounds)]
 
 
-def measure_segments(
-    model: GPT, exact: Prefill, layout: Layout, bank: Tensor | None = None
-) -> Segments:
+def measure_segments(exact: Prefill, layout: Layout, bank: Tensor | None = None) -> Segments:
     """Return the segments of a prompt, as seen by its own queries and by a bank (L, H, any, D) of
     other prompts' queries, such as tail_queries() returns. Raises ValueError if the prompt is too
     short."""
-    segments = segments_of(layout, len(exact.ids))
+    model, segments = exact.model, segments_of(layout, len(exact.ids))
     n = len(exact.ids) - layout.tail
     positions = torch.arange(n)
     k, v = exact.kv[:, :, :, :n].unbind(1)  # (L, H, n, D)
-    own_queries = tail_queries(model, exact, layout.tail)
+    own_queries = tail_queries(exact, layout.tail)
     q = own_queries if bank is None else torch.cat([own_queries, bank], 2)  # (L, H, R, D)
-    relative_keys = shift_positions(model, k, torch.full((n,), -n))  # to the first token fed
+    relative_keys = shift_positions(model, k, -n)  # to the first token fed
     scores = q @ relative_keys.mT / math.sqrt(k.size(-1))  # (L, H, R, n)
     mass = torch.stack([scores[..., segment].logsumexp(-1) for segment in segments], -1)
     seen_positions = positions - n

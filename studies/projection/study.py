@@ -95,7 +95,7 @@ RETRIEVED_WAYS = (*BOTH_STAGE_WAYS, "own", "raw-8:1", "hidden", "neighbour", "no
 SINGLE_PARTS = ("rule", "stage1-written", "stage1-segments")
 GIVEN_WAYS = (*BOTH_STAGE_WAYS, *RAW_LAYOUTS, *SINGLE_PARTS, "learned")
 SHARE_METRICS = ("low", "good")
-QUICK_FAMILIES = 5  # the most families in each split of a reduced run
+QUICK_FAMILIES = 10  # the most families in each split of a reduced run
 FIT_PROMPTS, TIMED_PROMPTS, EMITTED_TOKENS = 75, 16, 4
 # Numbers of summary tokens beside the proposal's 8, by way.
 OTHER_NUMBERS = {"proposed": (1, 32), "written": (4, 16, 32)}
@@ -421,10 +421,8 @@ def measure_sizes(rows: Rows, trial: Trial) -> None:
     if "written" in trial.ways and rows.ways_due(["written"], "penalty", **setting):
         stage_1 = trial.compressor(PROPOSED.m)
         stage_2 = trial.stage_2(PROPOSED, trial.summary_as_written)
-        weight_bytes = sum(layer.weight.nbytes for layer in stage_1.layers)
-        rows.add_values("stage1-written", setting, bytes=[weight_bytes], penalty=[stage_1.penalty])
-        weight_bytes = stage_2.weight.nbytes
-        rows.add_values("written", setting, bytes=[weight_bytes], penalty=[stage_2.penalty])
+        for way, stage in (("stage1-written", stage_1), ("written", stage_2)):
+            rows.add_values(way, setting, bytes=[stage.weight.nbytes], penalty=[stage.penalty])
 
 
 def add_derived(rows: Rows) -> None:

@@ -19,11 +19,21 @@ from torch import Tensor
 import projector
 from gpt_kv_cache import GPT, KVCache, generate
 from pocket import corpus
-from projector import MAX_MAP_BYTES, Compressor, Layout, Library, Prefill, Projector, map_bytes
+from projector import (
+    Compressor,
+    Layout,
+    Library,
+    Prefill,
+    Projector,
+    attention_output,
+    cache_before_last,
+    tail_queries,
+)
 from studies.projection.segments import SegmentMap, Segments, measure_segments, summarize
 from support.encoders import PairEncoder
+from support.geometry import kv_heads
 from support.printing import end_tokens_of
-from support.regression import ridge
+from support.regression import cross_validate, ridge
 from support.statistics import kl
 from support.texts import Family, Splits
 
@@ -34,12 +44,15 @@ HEADER_QUESTIONS = 20  # questions before the one asked, in long prompts
 FOLLOWING_TOKENS = 32  # tokens of text after the prompt, for the change of perplexity
 # At most so many for training:
 STAGE_1_PROMPTS = 300
+VALIDATION_PROMPTS = 120  # of these, for the cross-validation of stage 1's penalty
 MAX_PAIRS = 500
 BANK_PROMPTS, BANK_QUERIES = 40, 160
 RAW_LAYOUTS = {"raw-1:1": Layout(1), "raw-8:1": Layout(8), "raw-32:1": Layout(32)}
 # The best on validation prompts of the four kinds.
 OUR_LAYOUTS = {"raw-1:16": Layout(1, 16), "raw-8:4": Layout(8, 4), "raw-32:64": Layout(32, 64)}
+MAX_MAP_BYTES = 4_000_000_000  # bytes of stage 1's map
 MAX_OTHER_MAP_BYTES = 9_000_000_000  # bytes of stage 1's map for other numbers of summary tokens
+LOSS_PENALTIES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # of stage 1, for cross-validation
 QUICK_PENALTY = 1e-2  # of every fit in a reduced run
 # How Adam learns summary tokens for all prompts:
 ADAM_STEPS, LEARNING_RATE, BATCH_SIZE = 400, 0.05, 64
@@ -112,6 +125,31 @@ class Way:
     def covers(self, *prompts: Prompt) -> bool:
         """Return whether prompts are short enough."""
         return max(len(prompt.ids) for prompt in prompts) <= self.most
+
+
+# --- Penalties ------------------------------------------------------------------------------------
+
+
+def reading_error(compressor: Compressor, prompts: Sequence[Prefill]) -> float:
+    """Return the loss of stage 1 on prompts, a sum over layers and heads: the mean squared error of
+    what the last query reads from the summary tokens, divided by the mean square of what it reads
+    from the exact cache."""
+    summaries = compressor(prompts)
+    q = torch.stack([tail_queries(prompt) for prompt in prompts])  # (N, L, H, R, D)
+    outputs = []
+    for queries, prompt in zip(q, prompts, strict=True):
+        outputs.append(attention_output(queries, *cache_before_last(prompt).unbind(1)))
+    output = torch.stack(outputs)  # (N, L, H, R, D)
+    approximation = attention_output(q, *summaries.unbind(2))
+    error = (approximation - output).square().mean((0, -2, -1))  # (L, H)
+    return float((error / output.square().mean((0, -2, -1))).sum())
+
+
+def map_bytes(model: GPT, T: int, m: int) -> int:
+    """Return the bytes of stage 1's map from T tokens to m summary tokens, for all heads."""
+    config = model.config
+    heads = config.n_layer * kv_heads(config)
+    return 4 * heads * (2 * config.head_dim) ** 2 * T * m
 
 
 # Methods of a Trial whose results are cached.
@@ -265,16 +303,16 @@ class Trial:
         prompts = [prompt for prompt in self.bank_prompts if len(prompt.ids) >= tail]
         queries = []
         for prompt in prompts[: max(4, BANK_QUERIES // tail)]:
-            queries.append(projector.tail_queries(self.model, prompt.exact, tail))
+            queries.append(tail_queries(prompt.exact, tail))
         return torch.cat(queries, 2)
 
     def own_summary(self, prompt: Prompt, layout: Layout) -> Tensor:
         """Return the summary tokens fitted on one prompt."""
         bank = self.query_bank(layout.tail)
-        return summarize(measure_segments(self.model, prompt.exact, layout, bank))
+        return summarize(measure_segments(prompt.exact, layout, bank))
 
     def segments_of(self, prompts: Sequence[Prompt], layout: Layout) -> list[Segments]:
-        return [measure_segments(self.model, prompt.exact, layout) for prompt in prompts]
+        return [measure_segments(prompt.exact, layout) for prompt in prompts]
 
     def segment_map(self, layout: Layout) -> SegmentMap:
         """Return the smaller stage 1, one map from the means of segments. For another number of
@@ -299,19 +337,25 @@ class Trial:
         self.stage_2.cache_clear()
 
     def stage_1_penalty(self) -> float:
-        """Return the penalty of stage 1 as written for any number of summary tokens: the best for
-        the proposal's number."""
+        """Return the penalty of stage 1 as written for any number of summary tokens: the one with
+        the least reading error on held-out families, for the proposal's number."""
         if self.quick_steps:
             return QUICK_PENALTY
         prefills = [prompt.exact for prompt in self.stage_1_prompts]
         families = [prompt.family for prompt in self.stage_1_prompts]
-        return Compressor.best_penalty(self.model, prefills, families, PROPOSED.m, self.longest - 1)
+
+        def error(train: Tensor, test: Tensor, penalty: float) -> float:
+            fitted = [prefills[i] for i in train]
+            compressor = Compressor(fitted, PROPOSED.m, penalty, self.longest - 1)
+            return reading_error(compressor, [prefills[i] for i in test]) * len(test)
+
+        return cross_validate(error, families[:VALIDATION_PROMPTS], LOSS_PENALTIES)
 
     def compressor(self, m: int) -> Compressor:
         """Return stage 1 as written."""
         prefills, steps = [prompt.exact for prompt in self.stage_1_prompts], self.quick_steps
         penalty, T = self.stage_1_penalty(), self.longest - 1
-        return Compressor(self.model, prefills, m, penalty, T, steps or projector.STEPS)
+        return Compressor(prefills, m, penalty, T, steps or projector.STEPS)
 
     def summary_as_written(self, prompt: Prompt, layout: Layout) -> Tensor:
         """Return the summary tokens of a prompt by stage 1 as written."""
@@ -339,11 +383,17 @@ class Trial:
         return [self.summaries_of(side, layout, summarise) for side in sides]
 
     def stage_2_penalty(self, layout: Layout, summarise: Callable) -> float:
-        """Return the penalty of stage 2 for one way of stage 1."""
+        """Return the penalty of stage 2 that predicts held-out families best, for one way of stage
+        1."""
         if self.quick_steps:
             return QUICK_PENALTY
-        families = [source.family for source, _ in self.pairs]
-        return Projector.best_penalty(*self.pair_summaries(layout, summarise), families)
+        sources, targets = self.pair_summaries(layout, summarise)
+
+        def error(train: Tensor, test: Tensor, penalty: float) -> float:
+            projected = Projector(sources[train], targets[train], penalty)(sources[test])
+            return float((projected - targets[test]).square().mean() * len(test))
+
+        return cross_validate(error, [source.family for source, _ in self.pairs])
 
     def stage_2(self, layout: Layout, summarise: Callable) -> Projector:
         """Return stage 2 for one way of stage 1. For any number of summary tokens it has the
@@ -432,7 +482,7 @@ class Trial:
 
     def exact_cache(self, prompt: Prompt, _: Layout) -> Tensor:
         """Return the complete exact cache in the place of summary tokens."""
-        return projector.cache_before_last(self.model, prompt.exact)
+        return cache_before_last(prompt.exact)
 
     def warm_cache(self, way: Way, source: Prompt, prompt: Prompt) -> KVCache:
         """Return the cache that stands for all of a prompt but its tail."""

@@ -521,7 +521,7 @@ def measure_at_size(rows: Rows, quick: bool) -> None:
     student narrowed as pocket's is."""
     size, new_tokens, turns = ("2x2x64", 70, 1) if quick else ("355M", 260, 5)
     teacher = random_model(GPT, size)
-    student_config = pruning("pocket", teacher.config, 1, "segments").config
+    student_config = pruning("pocket", teacher.config, "segments").config
     student = order_for_decoding(GPT(student_config)).eval()
     ids = torch.randint(50257, (1, 64), generator=torch.Generator().manual_seed(0))
     setting = {"model": "355M", "tokens": 260}
