@@ -61,7 +61,7 @@ def margin_note(path: Path, words: str) -> str:
     folder = path.parent.name
     words = LINK.sub(r"\1", COMMENT.sub("", words))  # links by their words
     words = MARKDOWN.renderInline(" ".join(words.split()))
-    return f'{words} (<a href="../{folder}/index.html">chapter {int(folder[:2])}</a>)'
+    return f'{words} (<a href="../{folder}/README.md">chapter {int(folder[:2])}</a>)'
 
 
 def two_columns(
