@@ -46,16 +46,16 @@ def chapter_folders(numbers: list[int]) -> list[Path]:
 
 
 @cache
-def read_newest(name: str) -> str:
-    """Return the text of a file of the project, or of the last that a name with wildcards matches."""
-    return read_text(sorted(ROOT.glob(name))[-1])
+def project_text(name: str) -> str:
+    """Return the text of a file of the project."""
+    return read_text(ROOT / name)
 
 
 @cache
 def find_hunks(old: str, new: str) -> list[tuple[int, int, int, int]]:
     """Return the changed lines, from 0, of two files: first and end in the old one, first and end in the new one."""
     matcher = difflib.SequenceMatcher(
-        a=read_newest(old).splitlines(), b=read_newest(new).splitlines(), autojunk=False
+        a=project_text(old).splitlines(), b=project_text(new).splitlines(), autojunk=False
     )
     return [tuple(code[1:]) for code in matcher.get_opcodes() if code[0] != "equal"]
 
@@ -73,7 +73,7 @@ def defined_names(node: ast.AST) -> list[str]:
 
 def source_lines(file: str, name: str) -> tuple[int, list[str]]:
     """Return the line number and the lines of a class, function, method (Class.method) or constant of a file."""
-    text = read_newest(file)
+    text = project_text(file)
     node = ast.parse(text)
     for name_part in name.split("."):
         named = [inner for inner in node.body if name_part in defined_names(inner)]
@@ -123,8 +123,8 @@ def diff(old: str, new: str, number: int, last: int = 0) -> str:
     chosen = changes[number - 1 : end]
     for begin, stop, new_begin, new_stop in chosen:
         lines += ["..."] if lines else []
-        lines += [f"-{line}" for line in read_newest(old).splitlines()[begin:stop]]
-        lines += [f"+{line}" for line in read_newest(new).splitlines()[new_begin:new_stop]]
+        lines += [f"-{line}" for line in project_text(old).splitlines()[begin:stop]]
+        lines += [f"+{line}" for line in project_text(new).splitlines()[new_begin:new_stop]]
     text = "\n".join(line.rstrip() for line in lines)
     hunk_numbers = f"hunks {number} to {last}" if last else f"hunk {number}"
     origin = f"{hunk_numbers} of {len(changes)}, [{new}](../../{new}#L{chosen[0][2] + 1})"
@@ -178,7 +178,7 @@ def title_of(text: str) -> str:
 
 def listing(name: str) -> str:
     """Return a whole file of borrow/, as a block."""
-    return fenced("python", read_newest(f"borrow/{name}").rstrip(), f"[{name}]({name})")
+    return fenced("python", project_text(f"borrow/{name}").rstrip(), f"[{name}]({name})")
 
 
 def transformers_table() -> str:
