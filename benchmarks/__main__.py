@@ -25,7 +25,7 @@ from benchmarks import batches, report, scale
 from benchmarks.contenders import measure_contender, measure_floors
 from benchmarks.processes import run_in_processes
 from benchmarks.runners import BASE, CONTENDERS, LLAMAS, WITHOUT, Setup, base_of, exported
-from benchmarks.words import Figures, render_words
+from benchmarks.words import Figures, disturbance, shares
 from formats.checkpoints import open_checkpoint
 from gpt_kv_cache import GPT, GPTConfig, KVCache
 from llama_kv_cache import Llama, LlamaConfig
@@ -33,6 +33,7 @@ from load_gpt2_weights import load_model, random_model
 from support.cli import CommandLine, whole_number
 from support.conditions import SIZES, conditions
 from support.files import read_json, writable_folder, write_json
+from support.tables import page
 
 DECODED_TOKENS = 16  # tokens after each prompt
 LENGTHS = (128, 512, 1000)  # tokens of prompts
@@ -147,6 +148,21 @@ def measure_record(
     return record | report.summarize(turns_by_name, geometry["weights"], args.threads)
 
 
+def absent_text(record: Figures) -> str:
+    """Return which contenders weren't measured, and why."""
+    lines = [f"- {name} ({why})" for name, why in record["absent"].items()]
+    return "\n".join(["Not measured:", *lines]) if lines else ""
+
+
+def doubts_text(record: Figures, base: str) -> str:
+    """Return what makes the figures of a record doubtful."""
+    lines = [f"{name}: WRITES OTHER TOKENS than {base}" for name in record["different"]]
+    if record["disturbed"]:
+        words = disturbance(record)
+        lines.append(f"THE MACHINE WAS DISTURBED: {words}; measure again when it is quiet")
+    return "\n".join(lines)
+
+
 def compare(args: argparse.Namespace, folder: Path) -> None:
     """Measure all implementations, or those asked for; print a table, draw figures, and write
     summary.json, or llama.json for a Llama. For a GPT-2, also predict from these figures what
@@ -171,9 +187,9 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
     write_json(args.out / record_name, record, indent=1)
     parts = [
         report.speed_report(record),
-        render_words("absent", record),
+        absent_text(record),
         predictions,
-        render_words("doubts", record, base),
+        doubts_text(record, base),
     ]
     print("\n\n".join(filter(None, parts)))
     report.draw_figures(record, args.out)
@@ -188,8 +204,13 @@ def ablate(args: argparse.Namespace, folder: Path) -> None:
     record |= {"without": slowdowns, "first_token": first_token_shares}
     write_json(args.out / "ablation.json", record, indent=1)
     choices_table = report.slowdowns_table(slowdowns, lengths)
-    ablated = render_words("ablated", record, BASE, choices_table)
-    print(f"{ablated}\n\n{render_words('doubts', record, BASE)}")
+    parts = [
+        f"{BASE}: how many times as long without each of its choices (least to most)",
+        choices_table,
+        f"first token of {lengths[-1]}: {shares(first_token_shares)}",
+        doubts_text(record, BASE),
+    ]
+    print(page(parts))
 
 
 def serve(args: argparse.Namespace, folder: Path) -> None:

@@ -15,11 +15,11 @@ import torch
 from benchmarks.contenders import measure_floors, time_in_ms
 from benchmarks.processes import run_in_processes
 from benchmarks.runners import Ours, Setup, Transformers
-from benchmarks.words import Figures, render_words
+from benchmarks.words import Figures, threads_text, turns_text
 from demos.serving import ServingRecord, one_at_a_time, pad_prompts, padded_result
 from gpt_kv_cache import GPT
 from paged import PagedCache, Server
-from support.tables import Table
+from support.tables import Table, page
 
 BASE, PAGED = "gpt_kv_cache.py, one at a time", "paged.py"
 PADDED = "transformers, padded generate"
@@ -215,5 +215,29 @@ def requests_table(record: Figures) -> Table:
 def requests_report(counts: dict[str, Figures], markdown: bool = False) -> str:
     """Return a table for each number of requests, after the conditions of its measurement unless
     they are those of the table before."""
-    records = sorted(counts.items(), key=lambda item: int(item[0]))
-    return render_words("requests", records, requests_table, markdown=markdown)
+    parts: list[str | Table] = []
+    conditions, failed = "", {}  # of the table before
+    for count, record in sorted(counts.items(), key=lambda item: int(item[0])):
+        conditions_here = conditions_of_requests(record)
+        if conditions_here != conditions:
+            parts.append(conditions_here)
+            conditions = conditions_here
+        prompts, new = record["prompts"], record["new"]
+        parts.append(
+            f"{count} request{'' if count == '1' else 's'}, all there at the beginning; prompts of "
+            f"{min(prompts)} to {max(prompts)} tokens, {min(new)} to {max(new)} to write: {sum(new):,} in all:"
+        )
+        parts.append(requests_table(record))
+        if failed != record["failed"]:
+            failed = record["failed"]
+            parts += [f"Not measured: {name} ({why})." for name, why in failed.items()]
+    return page(parts, markdown)
+
+
+def conditions_of_requests(record: Figures) -> str:
+    """Return where and when requests were served."""
+    return (
+        f"{record['model']}, {record['geometry']['weights'] / 1e6:,.0f} MB of weights in float32, read in "
+        f"{record['read_ms']:.1f} ms; {record['machine']}; {threads_text(record)}; {turns_text(record)}, "
+        f"{record['date']}."
+    )

@@ -7,9 +7,9 @@ from typing import Any
 
 from benchmarks.runners import BASE, base_of, is_exact
 from benchmarks.scale import cells_of
-from benchmarks.words import Figures, render_words
+from benchmarks.words import Figures, conditions
 from support.figures import line_style, write_figure
-from support.tables import Table
+from support.tables import Table, page
 
 # A larger share of the time without a processor, or change of bandwidth, is a disturbance.
 BUSY = 0.10
@@ -132,11 +132,20 @@ def speed_report(record: Figures, markdown: bool = False) -> str:
     prompt."""
     base = base_of(record["rows"])
     base_cells = [record["rows"][base][f"1 x {T}"] for T in record["lengths"]]
-    shares = [cell["of_roofline"] for cell in base_cells]
-    products = base_cells[-1]["of_products"]
-    return render_words(
-        "speed", record, base, decoding_table(record), shares, products, markdown=markdown
+    shares, decoding = [cell["of_roofline"] for cell in base_cells], decoding_table(record)
+    limits = (
+        f"A token takes at least as long as reading the weights, in float32 {record['roofline_ms']:.1f} ms here "
+        f"({record['gb_per_s']:.1f} GB/s): `{base}` reaches {min(shares):.2f} to {max(shares):.2f} of that. "
+        f"Of its first token of {record['lengths'][-1]:,} the matrix products alone would take "
+        f"{base_cells[-1]['of_products']:.2f}."
     )
+    if "overhead" in decoding.header:
+        limits += (
+            " Overhead is the time of a step in a model with as many layers and hardly anything to"
+            " compute."
+        )
+    ratios = f"In brackets: how many times as fast as `{base}` in the same turn."
+    return page([f"{conditions(record)}. {ratios}", decoding, limits], markdown)
 
 
 def slowdowns(rows: Figures, lengths: Sequence[int]) -> Figures:

@@ -8,9 +8,9 @@ points.
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.words import Figures, render_words, threads_text
+from benchmarks.words import Figures, threads_text
 from support.files import read_csv
-from support.tables import Table
+from support.tables import Table, page
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -87,16 +87,13 @@ def predict(record: Figures, markdown: bool = False) -> str:
     larger = larger_models(
         (f"this one, {threads_text(record)}, fp32", bandwidth, compute_rate, 4), H100
     )
-    return render_words(
-        "scale",
-        record,
-        bandwidth,
-        compute_rate,
-        checks,
-        all_hold,
-        larger,
-        markdown=markdown,
+    measured = (
+        f"Measured on {record['machine']}, {threads_text(record)}, {record['date']}: memory is read at "
+        f"{bandwidth / 1e9:.1f} GB/s, and matrices are multiplied at {compute_rate / 1e9:,.0f} Gflop/s in "
+        "float32. gpt_kv_cache.py beside its lower bounds:"
     )
+    verdict = "No time is under its bound." if all_hold else "NOT ALL BOUNDS HOLD."
+    return page([measured, checks, verdict, larger], markdown)
 
 
 def check_bounds(record: Figures, bandwidth: float, compute_rate: float) -> tuple[Table, bool]:

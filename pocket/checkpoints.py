@@ -14,13 +14,12 @@ from formats.configs import LLAMA_FIELDS
 from formats.tensors import public_parts
 from gpt_kv_cache import GPT, GPTConfig
 from llama_kv_cache import Llama
-from pocket import coherence, corpus
+from pocket.card import model_card
 from pocket.evaluation import measure
-from pocket.recipes import TEACHER, Recipe, steps_and_tokens
+from pocket.recipes import Recipe
 from pocket.tokenizer import TOKENIZER
-from support.blocks import environment
 from support.figures import write_figure
-from support.files import read_json, write_atomically, write_json, write_text
+from support.files import write_atomically, write_json, write_text
 
 HERE = Path(__file__).resolve().parent
 
@@ -79,36 +78,6 @@ def llama_format(model: Llama) -> tuple[dict[str, Any], dict[str, Tensor]]:
     for name, tensor in public_parts(model).items():
         tensors[name if name == "lm_head.weight" else f"model.{name}"] = tensor
     return fields, tensors
-
-
-def model_card(recipe: Recipe, model: torch.nn.Module, figures: dict) -> str:
-    """Return the card of a model with the figures that measure() found."""
-    fields = {
-        "recipe": recipe,
-        "size": steps_and_tokens(recipe),
-        "numbers": {name: p.numel() for name, p in model.named_parameters()},
-        "figures": figures,
-        "teacher": TEACHER.config,
-    }
-
-    def written(prompt: str, **options: object) -> str:
-        ids = [recipe.tokenizer.encode_ordinary(prompt)]
-        return coherence.continue_prompts(model, recipe.tokenizer, ids, **options)[0]
-
-    if recipe.kind == "teacher":
-        known = corpus.closed_book_questions("test")
-        samples, stories = [], []
-        explain, recall = corpus.explain_questions("test", 1), corpus.recall_questions("test", 4)
-        for question in (*explain, *recall[::3], known[0]):
-            text, _, _ = written(question.prompt).partition("\nQuestion:")  # a question of its own
-            samples.append((question, text))
-        for seed, opening in enumerate(coherence.story_openings("test", 3)):
-            options = {"temperature": 0.8, "generator": torch.Generator().manual_seed(seed)}
-            stories.append((opening, written(opening, **options)))
-        fields |= {"closed_book": len(known), "samples": samples, "stories": stories}
-    elif recipe.kind == "llama":
-        fields["known"] = read_json(HERE / "teacher" / "figures.json")
-    return environment(HERE).get_template("card.md.jinja").render(fields)
 
 
 def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> None:

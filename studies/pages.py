@@ -1,5 +1,4 @@
-"""Rewrite the figures that the marks in README.md name, and the tables of studies/README.md and
-pocket/README.md from the recorded results: `python3 -m studies.pages`."""
+"""The figures, tables and verdicts that pages show, made of the recorded results: `chapters.builder` fills them in."""
 
 import itertools
 import json
@@ -20,9 +19,7 @@ from studies.core import (
     table_of,
     verdict_of,
 )
-from support.blocks import filled
-from support.cli import CommandLine
-from support.files import read_csv, read_json, read_text, write_text
+from support.files import read_csv, read_json, read_text
 from support.tables import Table, page
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -136,10 +133,17 @@ def table(study: str) -> str:
     return page(table_of(rows(study)), markdown=True)
 
 
-NAMES: dict[str, Callable[..., object] | None] = {  # what the pages' templates may call
+def draw_all_figures() -> None:
+    """Draw the figures of all studies and replays."""
+    for path in (ROOT / "studies" / "recycling").glob("replay_*.csv"):
+        replaying.draw_hit_rates(path)
+    for study in itertools.chain(*SOURCES.values()):
+        draw_figures(rows(study), ROOT / "studies" / study)
+
+
+FUNCTIONS: dict[str, Callable[..., object]] = {  # what the marks of pages may call
     "benchmark": benchmark,
     "claims": claims_of,
-    "demo": None,  # filled in by benchmarks/pages.py
     "figure": figure,
     "format": format,
     "generations": pocket_goals,
@@ -150,22 +154,3 @@ NAMES: dict[str, Callable[..., object] | None] = {  # what the pages' templates 
     "table": table,
     "verdict": verdict,
 }
-PAGES = (ROOT / "README.md", ROOT / "studies" / "README.md", ROOT / "pocket" / "README.md")
-
-
-def main(argv: list[str] | None = None) -> None:
-    cli = CommandLine(__doc__, "python3 -m studies.pages --figures")
-    cli.add_argument("--figures", action="store_true", help="draw the figures too")
-    with cli.parse(argv) as args:
-        for path in PAGES:
-            write_text(path, filled(path, NAMES))
-        if not args.figures:
-            return
-        for path in (ROOT / "studies" / "recycling").glob("replay_*.csv"):
-            replaying.draw_hit_rates(path)
-        for study in itertools.chain(*SOURCES.values()):
-            draw_figures(Rows(study), ROOT / "studies" / study)
-
-
-if __name__ == "__main__":
-    main()

@@ -14,7 +14,7 @@ from torch import nn
 
 from borrow.check import check_logits
 from borrow.my_gpt import MyGPT
-from chapters.builder.blocks import BORROW, borrow_text
+from chapters.builder.filler import filled
 from compress import CACHES
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from paged import PagedCache, Server
@@ -25,6 +25,7 @@ from support.store import Store
 from tests.helpers import ROOT, process
 from tests.test_equivalence import assert_close
 
+BORROW = ROOT / "borrow" / "README.md"
 TEXT = BORROW.read_text("utf-8")
 FILES = {
     name: files.split() for name, files in re.findall(r"^\| (\w+) \|.*\| `(.*)` \|", TEXT, re.M)
@@ -85,7 +86,7 @@ each_model = pytest.mark.parametrize("name", ["MyGPT", *SERVED])
 
 def test_the_page_quotes_the_files_as_they_are() -> None:
     quoted = re.sub(r"(listing|output)\(.*?<!-- end -->", "", TEXT, flags=re.S)
-    assert borrow_text() == TEXT and "```python" in quoted
+    assert filled(BORROW) == TEXT and "```python" in quoted
     assert {*FILES} == {"recycle", "paged", "speculate", "compress", "generate"}
 
 

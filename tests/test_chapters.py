@@ -14,18 +14,16 @@ import pytest
 import torch
 
 import chapters.builder.__main__ as build
-import studies.pages
 from chapters import conftest
-from chapters.builder import blocks, pages, side_by_side
+from chapters.builder import blocks, filler, pages, side_by_side, site
 from gpt_kv_cache import GPT, generate
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
-from support.blocks import filled
 from support.files import import_file
 from tests.helpers import ROOT, process, recorded, refused
 
 CHAPTERS = ROOT / "chapters"
-FOLDERS = build.chapter_folders([])
+FOLDERS = blocks.chapter_folders([])
 with_solutions = pytest.mark.skipif(
     not (FOLDERS[0] / "solution.py").exists(), reason="a copy without solutions"
 )
@@ -73,14 +71,6 @@ def test_chapters_are_up_to_date() -> None:
     stubs = ["--stubs"] if os.environ.get("STUBS") else []
     ran = python("-m", "chapters.builder", "--check", *stubs)
     assert ran.code == 0, ran.err
-
-
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_excerpts_and_numbers_are_those_of_the_files(folder: Path) -> None:
-    """Code and differences, with the numbers of their lines, and figures: `python3 -m chapters.builder` mends them."""
-    readme, slow = folder / "README.md", {"output": None, "picture": None}
-    names = studies.pages.NAMES | {"code": blocks.code, "diff": blocks.diff} | slow
-    assert filled(readme, names) == readme.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
@@ -179,12 +169,11 @@ def test_each_exercise_has_points_and_tests(folder: Path) -> None:
 
 def test_a_page_leads_to_its_neighbours_and_into_itself() -> None:
     text = "# 2. The `KV` cache\n\n## It's *new*: a & b\n\n## Run it\n\n## Run it\n"
-    page = pages.render_page(text, build.neighbour_links(CHAPTERS / "02_kv_cache" / "README.md"))
+    page = pages.render_page(text, site.neighbour_links(CHAPTERS / "02_kv_cache" / "README.md"))
     ids = re.findall(r'<h\d id="(.*?)">', page)
     assert ids == ["2-the-kv-cache", "its-new-a--b", "run-it", "run-it-1"]
-    neighbours = ["../01_gpt2/index.html", "../index.html", "../03_bounded/index.html"]
+    neighbours = ["../01_gpt2/README.md", "../README.md", "../03_bounded/README.md"]
     assert re.findall(r'<a href="(.*?)">', page) == 2 * neighbours
-    assert pages.link_target("01_gpt2/README.md#run-it") == "01_gpt2/index.html#run-it"
 
 
 def test_every_hunk_has_words() -> None:
@@ -232,7 +221,7 @@ def test_a_mark_that_fits_nothing_is_refused(mark: str, culprit: str) -> None:
             return f"# 2. Chapter\n\n<!-- {{{{ {mark} }}}} -->\n<!-- end -->\n"
 
     with pytest.raises(ValueError, match="chapters/02_kv_cache/README.md: .*" + re.escape(culprit)):
-        blocks.chapter_text(Readme(readme))
+        filler.filled(Readme(readme))
 
 
 @pytest.mark.slow

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import benchmarks.pages
+import chapters.builder.__main__ as build
 import studies.pages
-from chapters.builder import pages
-from support.blocks import filled
-from tests.helpers import process
+from chapters.builder import filler, front, pages
+from tests.helpers import process, run
 from tests.test_diff import hunks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,23 +21,32 @@ FOUND = [*ROOT.glob("*.md"), *(path for room in ROOMS for path in ROOT.glob(f"{r
 TEXTS = {path: path.read_text(encoding="utf-8") for path in FOUND}
 
 
-def test_figures_are_those_that_were_recorded() -> None:
-    for room in (studies.pages, benchmarks.pages):
-        timeless = room.NAMES | {"demo": None}  # whose times differ every time
-        for page in room.PAGES:
-            assert filled(page, timeless) == page.read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", filler.PAGES)
+def test_excerpts_and_figures_are_those_of_the_files(name: str) -> None:
+    """All but outputs and pictures, which take longer: `python3 -m chapters.builder` mends them."""
+    for page in filler.PAGES[name]:
+        assert filler.filled(page, keep=("output", "picture")) == page.read_text(encoding="utf-8")
 
 
-def test_figures_of_replays_and_of_studies_are_drawn_if_asked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_figures_are_drawn_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = []
-    monkeypatch.setattr(studies.pages, "PAGES", ())
+    monkeypatch.setattr(build, "build_files", lambda names: {})
     monkeypatch.setattr(studies.pages.replaying, "draw_hit_rates", drawn.append)
     monkeypatch.setattr(studies.pages, "draw_figures", lambda rows, _: drawn.append(rows.study))
-    studies.pages.main(["--figures"])
-    replays = {*ROOT.glob("studies/recycling/replay_*.csv")}
-    assert replays < {*drawn} and {"recycling", "refreshing"} < {*drawn}
+    monkeypatch.setattr(benchmarks.pages, "draw_figures", lambda _, folder: drawn.append(folder))
+    assert run(build.main, "--figures").code == 0
+    wanted = {*ROOT.glob("studies/recycling/replay_*.csv"), "recycling", "refreshing"}
+    assert wanted < {*drawn} and {*ROOT.glob("benchmarks/results/*-1-thread")} < {*drawn}
+
+
+@pytest.mark.parametrize("urls", ["", '[project.urls]\nlive = "https://a.example/live/"\n'])
+def test_the_live_page_is_where_the_project_says(
+    urls: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pyproject.toml").write_text(urls)
+    monkeypatch.setattr(front, "ROOT", tmp_path)
+    address = "https://a.example/live/" if urls else "chapters/live/index.html"
+    assert re.findall(r"\]\(([^)]*)\)(?!\])", front.live_page()) == [address, address]
 
 
 @pytest.mark.slow
@@ -72,6 +81,7 @@ def test_links_lead_to_files_and_headings() -> None:
     shown = {path: pages.render_page(text) for path, text in TEXTS.items()}
     links = 0
     for path, text in TEXTS.items():
+        text = pages.COMMENT.sub("", text)
         for name, heading in re.findall(r"\]\((?!\w+:)([^)# ]*)#?([^) ]*)\)", text):
             target = (path.parent / name).resolve() if name else path
             assert target.exists(), f"{path}: {name}"
@@ -81,7 +91,14 @@ def test_links_lead_to_files_and_headings() -> None:
     assert links > 100
 
 
-def test_the_front_pages_counts_are_right() -> None:
+def test_tables_and_sentences_of_the_front_pages_have_no_marks_in_them() -> None:
+    for page in ("README.md", "borrow/README.md"):
+        for line in TEXTS[ROOT / page].splitlines():
+            assert "<!--" not in line or re.fullmatch(r"<!-- (\{\{ .* \}\}|end) -->", line), line
+
+
+def test_the_front_page_is_short_and_its_counts_are_right() -> None:
+    assert len(README.split()) <= 900
     names = ("gpt_baseline", "gpt_kv_cache", "llama_kv_cache")
     base, kv, llama = ((ROOT / f"{name}.py").read_text(encoding="utf-8") for name in names)
     assert f"{len(hunks(base, kv))} hunks" in README

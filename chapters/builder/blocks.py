@@ -1,13 +1,11 @@
-"""What the marks of a chapter's README.md may call (support/blocks.py says how marks are written):
+"""What the marks of pages may call to show code (filler.py says how marks are written, and what else they may call):
 
   code(file, name, first, last)    the source of a class, function or method; or its lines from the one that contains
                                    `first` to the next that contains `last` (or that line alone)
   diff(old, new, number, last)     a hunk (or those up to `last`) of the difference between two files
   output(command, *words)          what a command prints, run in the project's folder; python3 stands for this Python
   picture(name)                    PICTURES[name] of the chapter's pictures.py, an SVG file and its alternative text
-
-and what studies/pages.py gives: figure("study", "way"), benchmark("summary"), record("file.json"), claims, replay, ...
-In borrow/README.md, listing(name) stands for a whole file of that folder.
+  listing(name)                    a whole file of borrow/
 
 A chapter's words on a hunk, the paragraph after it, are also those in the margin of the page that shows both files side
 by side; where a hunk isn't shown, <!-- about(old, new, number, last) --> stands before them. Words in
@@ -23,17 +21,15 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
-from support.blocks import filled
 from support.files import import_file, read_text
 
 CHAPTERS = Path(__file__).resolve().parent.parent
 ROOT = CHAPTERS.parent
-BORROW = ROOT / "borrow" / "README.md"
 
 
 def chapter_folders(numbers: list[int]) -> list[Path]:
@@ -50,16 +46,16 @@ def chapter_folders(numbers: list[int]) -> list[Path]:
 
 
 @cache
-def read_newest(name: str) -> str:
-    """Return the text of a file of the project, or of the last that a name with wildcards matches."""
-    return read_text(sorted(ROOT.glob(name))[-1])
+def project_text(name: str) -> str:
+    """Return the text of a file of the project."""
+    return read_text(ROOT / name)
 
 
 @cache
 def find_hunks(old: str, new: str) -> list[tuple[int, int, int, int]]:
     """Return the changed lines, from 0, of two files: first and end in the old one, first and end in the new one."""
     matcher = difflib.SequenceMatcher(
-        a=read_newest(old).splitlines(), b=read_newest(new).splitlines(), autojunk=False
+        a=project_text(old).splitlines(), b=project_text(new).splitlines(), autojunk=False
     )
     return [tuple(code[1:]) for code in matcher.get_opcodes() if code[0] != "equal"]
 
@@ -77,7 +73,7 @@ def defined_names(node: ast.AST) -> list[str]:
 
 def source_lines(file: str, name: str) -> tuple[int, list[str]]:
     """Return the line number and the lines of a class, function, method (Class.method) or constant of a file."""
-    text = read_newest(file)
+    text = project_text(file)
     node = ast.parse(text)
     for name_part in name.split("."):
         named = [inner for inner in node.body if name_part in defined_names(inner)]
@@ -127,8 +123,8 @@ def diff(old: str, new: str, number: int, last: int = 0) -> str:
     chosen = changes[number - 1 : end]
     for begin, stop, new_begin, new_stop in chosen:
         lines += ["..."] if lines else []
-        lines += [f"-{line}" for line in read_newest(old).splitlines()[begin:stop]]
-        lines += [f"+{line}" for line in read_newest(new).splitlines()[new_begin:new_stop]]
+        lines += [f"-{line}" for line in project_text(old).splitlines()[begin:stop]]
+        lines += [f"+{line}" for line in project_text(new).splitlines()[new_begin:new_stop]]
     text = "\n".join(line.rstrip() for line in lines)
     hunk_numbers = f"hunks {number} to {last}" if last else f"hunk {number}"
     origin = f"{hunk_numbers} of {len(changes)}, [{new}](../../{new}#L{chosen[0][2] + 1})"
@@ -182,22 +178,13 @@ def title_of(text: str) -> str:
 
 def listing(name: str) -> str:
     """Return a whole file of borrow/, as a block."""
-    return fenced("python", read_newest(f"borrow/{name}").rstrip(), f"[{name}]({name})")
+    return fenced("python", project_text(f"borrow/{name}").rstrip(), f"[{name}]({name})")
 
 
-def borrow_text() -> str:
-    """Return borrow/README.md as it should be. Raises ValueError, which names the mark, if one fails."""
-    from borrow.transformers_table import transformers_table
-    from studies import pages
+def transformers_table() -> str:
+    """Return the table of caches in transformers' generate()."""
+    from borrow.transformers_table import (
+        transformers_table,
+    )  # which imports transformers, for seconds
 
-    functions = {"listing": listing, "output": output, "transformers_table": transformers_table}
-    return filled(BORROW, pages.NAMES | functions)
-
-
-def chapter_text(readme: Path) -> str:
-    """Return a chapter's README.md as it should be. Raises ValueError, which names the mark, if one fails."""
-    from studies import pages
-
-    functions = {"code": code, "diff": diff, "output": output}
-    functions["picture"] = partial(picture, readme.parent)
-    return filled(readme, pages.NAMES | functions)
+    return transformers_table()

@@ -1,5 +1,10 @@
-"""The front page's picture: what every step reads, without a cache and with one, from two real generations."""
+"""The front page's parts: its demo, its table of methods, how to open the live page, and its picture.
 
+`python3 gpt_kv_cache.py --compare > chapters/builder/demo.txt` records the demo anew.
+"""
+
+import textwrap
+import tomllib
 from types import ModuleType
 from typing import Any
 
@@ -7,11 +12,61 @@ import torch
 
 import gpt_baseline
 import gpt_kv_cache
+from chapters.builder.blocks import ROOT
 from chapters.builder.pages import TEMPLATES
 from gpt_kv_cache import KVCache
 from load_gpt2_weights import load_model, load_tokenizer
+from support.files import read_text
 
 PROMPT, STEPS = "The month in which", 7
+LIVE_PAGE = "chapters/live/index.html"
+METHODS = """\
+| file | what it does | the text | one figure |
+| --- | --- | --- | --- |
+| [`recycle.py`](recycle.py) | reuses the cache of an earlier prompt that begins alike | exact | \
+asked about a stored text of 1,200 tokens: first token after \
+{{ format(rows("recycling").figure("recycled", "first", model="smollm2", order="chat").value, ",.0f") }} instead of \
+{{ format(rows("recycling").figure("cold", "first", model="smollm2", order="chat").value, ",.0f") }} ms |
+| [`paged.py`](paged.py) | writes many texts at once, in shared blocks of cache | exact | 16 texts: \
+{{ format(record("benchmarks/results/*/requests.json").counts["16"].rows["paged.py"].times_as_fast, ".1f") }} \
+times as fast as one by one |
+| [`speculate.py`](speculate.py) | lets a small model draft what a large one checks | exact | 1,000 tokens in \
+{{ figure("speculation", "passes: exact:8", model="smollm2", mode="greedy") }} passes of the large model |
+| [`overfill.py`](overfill.py) | lets a large model read, and a small one write | approximate | \
+sampled texts: perplexity {{ figure("refreshing", "none", model="smollm2", trained="int4") }}; \
+the small model alone: {{ figure("refreshing", "student", model="smollm2", trained="int4") }} |
+| [`projector.py`](projector.py) | guesses the first token from a similar prompt's cache | approximate | \
+{{ figure("projection", "written@on=given@m=16") }} nats from the exact prediction |
+| [`compress.py`](compress.py) | stores the cache in 8, 4 or 2 bits, or drops tokens | approximate | 4 bits: \
+{{ figure("compression", "each: bits:4", model="smollm2") }} bytes a token instead of \
+{{ figure("compression", "each: full", model="smollm2") }}, \
+{{ figure("compression", "bits:4", model="smollm2") }} nats from the exact prediction |"""
+
+
+def demo() -> str:
+    """Return the recorded output of the README's first command; the text that it writes is cut short."""
+    recorded = read_text(ROOT / "chapters" / "builder" / "demo.txt")
+    text, mark, measured = recorded.rstrip().partition("\n[prefill")
+    beginning = textwrap.shorten(text, 100, placeholder=" [...]")
+    return f"```text\n$ python3 gpt_kv_cache.py --compare\n{beginning}\n{mark}{measured}\n```"
+
+
+def live_page() -> str:
+    """Return how to open the live page, and its picture. Both lead to the address that pyproject.toml gives as `live`
+    in [project.urls], or, without one, to the file."""
+    project = tomllib.loads(read_text(ROOT / "pyproject.toml")).get("project", {})
+    address = project.get("urls", {}).get("live")
+    if address:
+        files = f"It also opens from these files: `{LIVE_PAGE}`."
+    else:
+        files = (
+            "Download these files (on\nGitHub: Code, Download ZIP) and open "
+            f"`{LIVE_PAGE}` among them. It needs no server and no network."
+        )
+    page = address or LIVE_PAGE
+    picture = f"[![Milliseconds a token: rising without a cache, flat with one](chapters/live.png)]({page})"
+    link = f"Nothing to install: [the live page]({page}) runs the model in your browser."
+    return f"{link} {files}\n\n{picture}"
 
 
 def half_picture(heading: str, module: ModuleType, **options: KVCache) -> dict[str, Any]:

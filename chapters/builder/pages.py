@@ -1,4 +1,4 @@
-"""The chapters as HTML pages, for reading offline in a browser: an index.html of each README.md."""
+"""The chapters' texts as HTML pages, for reading offline in a browser: site.py writes them."""
 
 import html
 import re
@@ -16,6 +16,7 @@ from pygments.lexers import PythonLexer
 from support.blocks import environment
 
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+ONLY_ON_PAGES = re.compile(r"<!-- page: (.*?) -->", re.DOTALL)
 TEMPLATES = environment(Path(__file__).parent)
 MARK = re.compile(r'<span class="c1">(# (?:NEW|RING|BCT|ROPE|GQA|RMS|SWIGLU|QKNORM|LLAMA)\b)')
 PLAIN = re.compile(r'<span class="(?:[opw]|n[bden]?|vm)">(.*?)</span>')  # names, operators, spaces
@@ -51,13 +52,6 @@ def render_fence(code: str, language: str, _: str) -> str:
 MARKDOWN = MarkdownIt("commonmark", {"highlight": render_fence}).enable("table")
 
 
-def link_target(link: str) -> str:
-    """Return where a link leads: from page to page, and not to the text that a page was made of."""
-    if link.startswith("../../"):
-        return link
-    return re.sub(r"\.md(?=#|$)", ".html", link.replace("README.md", "index.md"))
-
-
 def heading_id(heading: Token) -> str:
     """Return the id that GitHub gives a heading, so that links to #an-anchor work here too."""
     words = "".join(part.content for part in heading.children).lower()
@@ -66,8 +60,8 @@ def heading_id(heading: Token) -> str:
 
 def render_page(text: str, links: Sequence[tuple[str, str]] = ()) -> str:
     """Return a README.md as a page, with links to other pages, each with its words, above and below. Comments, and with
-    them the builder's marks, are left out."""
-    tokens = MARKDOWN.parse(COMMENT.sub("", text))
+    them the builder's marks, are left out; <!-- page: ... --> has words for the page only."""
+    tokens = MARKDOWN.parse(COMMENT.sub("", ONLY_ON_PAGES.sub(r"\1", text)))
     heading_counts = Counter()
     for token, following in pairwise(tokens):
         if token.type == "heading_open":
@@ -75,9 +69,6 @@ def render_page(text: str, links: Sequence[tuple[str, str]] = ()) -> str:
             count = heading_counts[name]
             token.attrSet("id", f"{name}-{count}" if count else name)
             heading_counts[name] += 1
-        for part in token.children or []:
-            if part.type == "link_open":
-                part.attrSet("href", link_target(part.attrGet("href")))
     body = MARKDOWN.renderer.render(tokens, MARKDOWN.options, {})
     title = text.partition("\n")[0].lstrip("# ")
     return TEMPLATES.get_template("page.html").render(title=title, links=links, body=body)

@@ -1,8 +1,8 @@
-"""Take the front page's pictures of pages anew, and write trace.html: needs playwright and a Chromium."""
+"""Take the front page's pictures of pages anew: needs playwright and a Chromium."""
 
 import shutil
 
-from chapters.builder.blocks import CHAPTERS, run_process
+from chapters.builder.blocks import CHAPTERS
 from support.cli import CommandLine
 
 # Of each picture: the page's address, its size, what is there when it can be taken, and the part of
@@ -24,15 +24,6 @@ def main(argv: list[str] | None = None) -> None:
         there = shutil.which("chromium") or shutil.which("google-chrome")
         if there is None:
             raise ValueError("pictures of pages need a Chromium")
-        run_process(
-            "python3",
-            "gpt_kv_cache.py",
-            "--max-new-tokens",
-            "40",
-            "--trace",
-            "chapters/trace.html",
-            check=True,
-        )
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=there, args=["--no-sandbox"])
             for name, (address, (width, height), there_then, part) in PICTURES.items():

@@ -9,7 +9,7 @@ from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
-from chapters.builder.blocks import CHAPTERS, find_hunks, read_newest, source_lines
+from chapters.builder.blocks import CHAPTERS, find_hunks, project_text, source_lines
 from chapters.builder.pages import COMMENT, MARKDOWN, TEMPLATES, highlight_python
 
 PAIRS = (
@@ -61,7 +61,7 @@ def margin_note(path: Path, words: str) -> str:
     folder = path.parent.name
     words = LINK.sub(r"\1", COMMENT.sub("", words))  # links by their words
     words = MARKDOWN.renderInline(" ".join(words.split()))
-    return f'{words} (<a href="../{folder}/index.html">chapter {int(folder[:2])}</a>)'
+    return f'{words} (<a href="../{folder}/README.md">chapter {int(folder[:2])}</a>)'
 
 
 def two_columns(
@@ -72,8 +72,8 @@ def two_columns(
     A row has a kind, and the indices of its lines. Its margin holds the words of a hunk that begins there, or those on
     its line, or is empty, or isn't its own: the words above reach over it. Other rows stand for hidden lines, or take
     the rest of the words."""
-    texts = [read_newest(name).splitlines() for name in (old, new)]
-    left, right = (highlight_python(read_newest(name)) for name in (old, new))
+    texts = [project_text(name).splitlines() for name in (old, new)]
+    left, right = (highlight_python(project_text(name)) for name in (old, new))
     rows, hunk, old_line, new_line = [], {"span": 0}, 0, 0
     noted: set[int] = set()  # lines whose words have their place
     changes = [*find_hunks(old, new), (len(left), len(left), len(right), len(right))]

@@ -1,0 +1,83 @@
+"""Fill in the pages: what stands between a mark and its end is made of code, commands and recorded results.
+
+A mark is a comment that begins with {{ or {% and holds a template, such as
+<!-- {{ table("lengths") }} -->. The text between it and <!-- end --> is made by the template:
+lines, if the mark has a line of its own, or words within a line. What it may call are FUNCTIONS: those of blocks.py,
+front.py, studies/pages.py and benchmarks/pages.py.
+"""
+
+import os
+import re
+from collections.abc import Callable, Collection
+from functools import partial
+from pathlib import Path
+
+import benchmarks.pages
+import studies.pages
+from chapters.builder.blocks import (
+    ROOT,
+    chapter_folders,
+    code,
+    diff,
+    listing,
+    output,
+    picture,
+    transformers_table,
+)
+from chapters.builder.front import METHODS, demo, live_page
+from support.blocks import rendered
+from support.files import read_text
+
+MARK = re.compile(r"<!-- (\{[{%].*?) -->(\n?)(.*?)(<!-- end -->|\Z)", re.DOTALL)
+
+
+def methods() -> str:
+    """Return the front page's table of methods, each with a figure."""
+    return rendered(METHODS, FUNCTIONS)
+
+
+FUNCTIONS: dict[str, Callable[..., object]] = {
+    **studies.pages.FUNCTIONS,
+    **benchmarks.pages.FUNCTIONS,
+    "code": code,
+    "demo": demo,
+    "diff": diff,
+    "listing": listing,
+    "live_page": live_page,
+    "methods": methods,
+    "output": output,
+    "transformers_table": transformers_table,
+}
+PAGES = {  # by what `python3 -m chapters.builder` calls them
+    "readme": [ROOT / "README.md"],
+    "borrow": [ROOT / "borrow" / "README.md"],
+    "studies": [ROOT / "studies" / "README.md"],
+    "benchmarks": [ROOT / "benchmarks" / "README.md", ROOT / "benchmarks" / "scale.md"],
+    "pocket": [ROOT / "pocket" / "README.md"],
+    **{str(int(folder.name[:2])): [folder / "README.md"] for folder in chapter_folders([])},
+    "live": [],  # whose weights are made (live.py)
+}
+
+
+def filled(page: Path, keep: Collection[str] = ()) -> str:
+    """Return a page's text, with everything between a mark and its end made anew.
+
+    keep: functions whose marks stay as they are. Raises ValueError, which names page and mark, if
+    a template fails.
+    """
+    functions = FUNCTIONS | {"picture": partial(picture, page.parent)}
+
+    def fill(mark: re.Match[str]) -> str:
+        template, line_end, content, end = mark.groups()
+        if re.match(r"\W*(\w+)", template)[1] in keep:
+            return mark[0]
+        try:
+            if not end or "<!-- {" in content:
+                raise ValueError("there is no <!-- end --> after it")
+            made = rendered(template, functions).strip("\n")
+        except Exception as error:
+            where = f"{os.path.relpath(page, ROOT)}: <!-- {template} -->"
+            raise ValueError(f"{where}: {error!r}") from error
+        return f"<!-- {template} -->{line_end}{made}{line_end}{end}"
+
+    return MARK.sub(fill, read_text(page))
