@@ -774,6 +774,15 @@ class MemoryBlock(Block):  # BCT
         return x + self.drop(self.mlp(self.ln_2(x)))  # BCT  (B, T, C)
 
 
+class CyclicPositions(nn.Embedding):  # BCT
+    """A table of positions (n_ctx, C) without an end: past it, its upper half is used again."""
+
+    def forward(self, pos: Tensor) -> Tensor:  # BCT
+        half = self.num_embeddings // 2  # BCT
+        above = half + (pos - half) % (self.num_embeddings - half)  # BCT
+        return super().forward(torch.where(pos < half, pos, above))  # BCT  (T, C)
+
+
 class BCT(GPT):  # BCT
     """Bounded-Cache Transformer: a GPT-2 whose attention reads a memory of constant size.
 
@@ -785,7 +794,7 @@ class BCT(GPT):  # BCT
     def __init__(self, config: BCTConfig) -> None:  # BCT
         super().__init__(config)  # BCT
         self.context = math.inf  # BCT
-        self.wpe.register_forward_pre_hook(self.cycle)  # BCT
+        self.wpe = CyclicPositions.from_pretrained(self.wpe.weight, freeze=False)  # BCT
 
     def init_weights(self) -> None:  # BCT
         """Start as GPT-2 did, with both gates, if there are any, open: sigmoid(4) = 0.98."""
@@ -801,13 +810,6 @@ class BCT(GPT):  # BCT
         if not isinstance(cache, BoundedMemory):  # BCT
             raise ValueError(f"a BCT can't use a {type(cache).__name__}")  # BCT
         return super().forward(ids, cache, last_only)  # BCT
-
-    def cycle(self, _: nn.Module, pos: tuple[Tensor]) -> Tensor:  # BCT
-        """Return the rows (T,) of wpe that positions use: past its end, the upper half is used
-        again."""
-        half = self.config.n_ctx // 2  # BCT
-        above = half + (pos[0] - half) % (self.config.n_ctx - half)  # BCT
-        return torch.where(pos[0] < half, pos[0], above)  # BCT
 
 
 
