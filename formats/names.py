@@ -72,7 +72,7 @@ PUBLIC = {
 }
 GPT2S = [name for name in (*POCKET, *PUBLIC) if name not in ("pocket-bct", *LLAMAS)]
 NAMES = (
-    f"a GPT-2: {', '.join(GPT2S)}; a Llama: {', '.join(LLAMAS)}; a folder; or a .gguf file; "
+    f"a GPT-2: {', '.join(GPT2S)}; a Llama: {', '.join(LLAMAS)}; a folder; a .gguf file; or random:124M, untrained; "
     "NAME:int4 is the twin of one, with the weights of its blocks rounded to 4 bits, or to another number from 2 to 8"
 )
 TWIN = re.compile("(.+):int([2-8])")
