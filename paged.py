@@ -267,7 +267,7 @@ class Batch:
         those of all slots (1, H, S, D) and the mask (T, S), which keeps the texts apart: it is added
         to the scores."""
         new = torch.cat([k, v])  # (2, H, T, D)
-        self.largest.append(torch.linalg.vector_norm(new, math.inf))  # NaN if one of them is
+        self.largest.append(new.abs().amax())  # NaN if one of them is
         new = new.nan_to_num(0, 0, 0)  # 0 times what isn't finite would be NaN, in other texts too
         self.layers[layer].flatten(2, 3).index_copy_(2, self.slots, new)
         if len(self.texts) == 1 and not len(self):
