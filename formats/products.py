@@ -106,12 +106,14 @@ class DecodingModel:
 class HalfAttention:
     """What order_for_decoding() puts before a lecture's class of attention in half precision."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, q: Tensor, *others: Tensor | None) -> Tensor:
+        """others: keys and values, and the mask in the files that have one."""
         if q.size(2) == 1 and q.device.type == "cpu":
-            q, k, v = q.float(), k.float(), v.float()
-            if mask is not None and mask.is_floating_point():
-                mask = mask.float()
-        return super().forward(q, k, v, mask)
+            q = q.float()
+            others = tuple(
+                x.float() if x is not None and x.is_floating_point() else x for x in others
+            )
+        return super().forward(q, *others)
 
 
 @cache
