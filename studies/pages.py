@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks import tables
 from studies import replay as replaying
 from studies.claims import SOURCES, claims_of_source, verdicts_at_a_glance
 from studies.core import (
@@ -66,11 +67,6 @@ def record(file: str) -> Any:
     """Return the content of a JSON file; a name with wildcards stands for the last match by
     name."""
     return json.loads(read_text(sorted(ROOT.glob(file))[-1]))
-
-
-def benchmark(name: str) -> Any:
-    """Return the newest one-thread record of a benchmark, such as "summary"."""
-    return record(f"benchmarks/results/*-1-thread/{name}.json")
 
 
 def claims_of(source: str, section: str = "") -> str:
@@ -137,17 +133,21 @@ def table(study: str) -> str:
 
 
 NAMES: dict[str, Callable[..., object] | None] = {  # what the pages' templates may call
-    "benchmark": benchmark,
+    "benchmark": tables.benchmark,
+    "choices": tables.choices,
     "claims": claims_of,
     "demo": None,  # filled in by benchmarks/pages.py
     "figure": figure,
     "format": format,
     "generations": pocket_goals,
     "glance": glance,
+    "processors": tables.processors,
     "record": record,
+    "recorded": tables.recorded,
     "replay": replay_hit_rates,
     "rows": rows,
     "table": table,
+    "times": tables.times,
     "verdict": verdict,
 }
 PAGES = (ROOT / "README.md", ROOT / "studies" / "README.md", ROOT / "pocket" / "README.md")

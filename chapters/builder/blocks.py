@@ -6,7 +6,7 @@
   output(command, *words)          what a command prints, run in the project's folder; python3 stands for this Python
   picture(name)                    PICTURES[name] of the chapter's pictures.py, an SVG file and its alternative text
 
-and what studies/pages.py gives: figure("study", "way"), benchmark("summary"), record("file.json"), claims, replay, ...
+and what studies/pages.py gives: figure("study", "way"), benchmark("gpt_kv_cache.py", 1000), record("file.json"), ...
 In borrow/README.md, listing(name) stands for a whole file of that folder.
 
 A chapter's words on a hunk, the paragraph after it, are also those in the margin of the page that shows both files side
