@@ -29,6 +29,7 @@ NAMES = {  # what the pages' templates may call
     "demo": demo_output,
     "figure": None,  # filled in by studies/pages.py, as the next one is
     "format": None,
+    "paged_gain": tables.paged_gain,
     "processors": tables.processors,
     "recorded": tables.recorded,
     "requests": tables.requests,

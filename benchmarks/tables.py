@@ -5,6 +5,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.batches import PAGED
 from benchmarks.report import FLOOR, Row, has_setting, is_disturbed, read_rows, writes_other_tokens
 from benchmarks.runners import BASE
 from support.figures import line_style, write_figure
@@ -44,14 +45,13 @@ def times(
     other: str,
     *lengths: int | None,
     texts: int = 1,
-    threads: int = 1,
     task: str = "speed",
     form: str = ".1f",
 ) -> str:
     """Return how many times as large a figure is in one row as in another, after texts of these lengths."""
     quotients = []
     for tokens in lengths:
-        setting = {"model": model, "tokens": tokens, "texts": texts, "threads": threads}
+        setting = {"model": model, "tokens": tokens, "texts": texts, "threads": 1}
         row, base = (recorded(folder, task, name=wanted, **setting)[0] for wanted in (name, other))
         quotients.append(f"{row[figure] / base[figure]:{form}}")
     return " and ".join(quotients)
@@ -200,6 +200,12 @@ def speed(folder: str, model: str, threads: int = 1) -> str:
 
 def requests(folder: str) -> str:
     return requests_report(recorded(folder, "requests"), markdown=True)
+
+
+def paged_gain(texts: int) -> str:
+    """Return how many times as fast paged.py serves this many texts as one by one, on the reference machine."""
+    row = recorded(REFERENCE, "requests", name=PAGED, texts=texts)[0]
+    return f"{median(row['times_as_fast']['tokens_per_s']):.1f}"
 
 
 def choices() -> str:

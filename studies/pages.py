@@ -141,13 +141,13 @@ NAMES: dict[str, Callable[..., object] | None] = {  # what the pages' templates 
     "format": format,
     "generations": pocket_goals,
     "glance": glance,
+    "paged_gain": tables.paged_gain,
     "processors": tables.processors,
     "record": record,
     "recorded": tables.recorded,
     "replay": replay_hit_rates,
     "rows": rows,
     "table": table,
-    "times": tables.times,
     "verdict": verdict,
 }
 PAGES = (ROOT / "README.md", ROOT / "studies" / "README.md", ROOT / "pocket" / "README.md")
