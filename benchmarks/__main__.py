@@ -29,6 +29,7 @@ from llama_kv_cache import Llama, LlamaConfig
 from load_gpt2_weights import find_file, load_model
 from support.cli import CommandLine, whole_number, writable_folder
 from support.conditions import SIZES, conditions, random_model
+from support.tables import page
 
 DECODED_TOKENS = 16  # tokens after each prompt
 LENGTHS = (128, 1000)  # tokens of prompts
@@ -98,11 +99,7 @@ def serve(args: argparse.Namespace, folder: Path) -> list[Row]:
     return batches.measure_requests(setup, geometry_of(folder), args.threads, args.turns, counts)
 
 
-TASKS = {  # what is measured, and what is printed of it
-    "speed": (compare, tables.speed_report),
-    "ablation": (ablate, tables.choices_report),
-    "requests": (serve, tables.requests_report),
-}
+TASKS = {"speed": compare, "ablation": ablate, "requests": serve}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -180,16 +177,15 @@ def main(argv: list[str] | None = None) -> None:
             task = "ablation"
         if args.requests is not None:
             task = "requests"
-        measure_task, report = TASKS[task]
         is_speed = task == "speed"
         args.threads = args.threads or (THREADS if is_speed and args.on == "cpu" else [1])
         for name in args.model or (MODELS if is_speed else MODELS[:1]):
             with weights_folder(name) as folder:
                 described = conditions(name, load_model(str(folder), device=args.on))
                 described = {key: described[key] for key in CONDITIONS} | {"turns": args.turns}
-                rows = [described | row for row in measure_task(args, folder)]
+                rows = [described | row for row in TASKS[task](args, folder)]
             add_rows(args.out / f"{task}.jsonl", rows)
-            print(f"{report(rows)}\n")
+            print(page(tables.REPORTS[task](rows)), end="\n\n")
         print(f"Written to {args.out}")
 
 

@@ -25,15 +25,13 @@ def demo_output() -> str:
 
 NAMES = {  # what the pages' templates may call
     "by_threads": tables.by_threads,
-    "choices": tables.choices,
     "demo": demo_output,
     "figure": None,  # filled in by studies/pages.py, as the next one is
     "format": None,
     "paged_gain": tables.paged_gain,
     "processors": tables.processors,
     "recorded": tables.recorded,
-    "requests": tables.requests,
-    "speed": tables.speed,
+    "shown": tables.shown,
     "times": tables.times,
 }
 PAGES = (ROOT / "README.md", HERE / "README.md")

@@ -120,7 +120,7 @@ def threads_table(rows: Sequence[Row]) -> Table:
     return table_of(("tokens_per_s", [row for row in rows if row.get("tokens") == shortest]))
 
 
-def speed_report(rows: Sequence[Row], markdown: bool = False) -> str:
+def speed_report(rows: Sequence[Row]) -> list[str | Table]:
     """Return a table of the speed of a model by the number of threads, and one of everything for each of them."""
     parts: list[str | Table] = []
     threads = sorted({row["threads"] for row in rows})
@@ -133,10 +133,10 @@ def speed_report(rows: Sequence[Row], markdown: bool = False) -> str:
         figures = [("tokens_per_s", measured), ("first_ms", single), ("cache_bytes", longest)]
         parts.append(f"{conditions_text(measured[0])}; {counted(number, 'thread')}:")
         parts += [table_of(*figures, ("overhead_ms", single)), *remarks(measured)]
-    return page([*parts, *remarks([row for row in rows if "absent" in row])], markdown)
+    return [*parts, *remarks([row for row in rows if "absent" in row])]
 
 
-def choices_report(rows: Sequence[Row], markdown: bool = False) -> str:
+def choices_report(rows: Sequence[Row]) -> list[str | Table]:
     """Return how many times as long our own file takes without each of its choices: the median, least and most of the
     turns."""
     slowdowns = []
@@ -149,10 +149,10 @@ def choices_report(rows: Sequence[Row], markdown: bool = False) -> str:
             texts[figure] = f"{median(inverse):.2f} ({min(inverse):.2f}-{max(inverse):.2f})"
         slowdowns.append({key: row[key] for key in row if key != "times_as_fast"} | texts)
     table = table_of(("token_slowdown", slowdowns), ("first_slowdown", slowdowns))
-    return page([table, *remarks(rows)], markdown)
+    return [table, *remarks(rows)]
 
 
-def requests_report(rows: Sequence[Row], markdown: bool = False) -> str:
+def requests_report(rows: Sequence[Row]) -> list[str | Table]:
     """Return a table for each number of requests."""
     parts: list[str | Table] = []
     for bound in [row for row in rows if "prompts" in row]:
@@ -166,7 +166,10 @@ def requests_report(rows: Sequence[Row], markdown: bool = False) -> str:
         )
         figures = ("tokens_per_s", "of_bound", "held", "wasted")
         parts.append(table_of(*((figure, served) for figure in figures)))
-    return page([*parts, *remarks(rows)], markdown)
+    return [*parts, *remarks(rows)]
+
+
+REPORTS = {"speed": speed_report, "ablation": choices_report, "requests": requests_report}
 
 
 def draw_figure(rows: Sequence[Row], path: Path) -> None:
@@ -194,22 +197,15 @@ def by_threads(folder: str, model: str) -> str:
     return page([f"{conditions_text(rows[0])}:", threads_table(rows)], markdown=True)
 
 
-def speed(folder: str, model: str, threads: int = 1) -> str:
-    return speed_report(recorded(folder, model=model, threads=threads), markdown=True)
-
-
-def requests(folder: str) -> str:
-    return requests_report(recorded(folder, "requests"), markdown=True)
+def shown(folder: str, task: str = "speed", **setting: Any) -> str:
+    """Return the report of a record's rows that have this setting."""
+    return page(REPORTS[task](recorded(folder, task, **setting)), markdown=True)
 
 
 def paged_gain(texts: int) -> str:
     """Return how many times as fast paged.py serves this many texts as one by one, on the reference machine."""
     row = recorded(REFERENCE, "requests", name=PAGED, texts=texts)[0]
     return f"{median(row['times_as_fast']['tokens_per_s']):.1f}"
-
-
-def choices() -> str:
-    return choices_report(recorded(REFERENCE, "ablation"), markdown=True)
 
 
 def processors(*folders: str, model: str) -> str:

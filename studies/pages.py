@@ -134,7 +134,6 @@ def table(study: str) -> str:
 
 NAMES: dict[str, Callable[..., object] | None] = {  # what the pages' templates may call
     "benchmark": tables.benchmark,
-    "choices": tables.choices,
     "claims": claims_of,
     "demo": None,  # filled in by benchmarks/pages.py
     "figure": figure,
@@ -147,6 +146,7 @@ NAMES: dict[str, Callable[..., object] | None] = {  # what the pages' templates 
     "recorded": tables.recorded,
     "replay": replay_hit_rates,
     "rows": rows,
+    "shown": tables.shown,
     "table": table,
     "verdict": verdict,
 }
