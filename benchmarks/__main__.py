@@ -137,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument(
         "--turns",
         type=whole_number(1),
-        default=5,
+        default=3,
         metavar="N",
         help="a figure is the median of N turns",
     )
