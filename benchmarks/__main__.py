@@ -35,6 +35,7 @@ DECODED_TOKENS = 16  # tokens after each prompt
 LENGTHS = (128, 1000)  # tokens of prompts
 BATCH_SIZE = 8  # texts at once, after the shortest prompt
 THREADS = (1, 2)
+TURNS = 3
 LLAMA_GEOMETRY = "SmolLM2-135M"  # the geometry of a Llama
 MODELS = ("124M", LLAMA_GEOMETRY)
 CONDITIONS = ("model", "parameters", "device", "machine", "torch", "date")  # of a run, for its rows
@@ -124,22 +125,20 @@ def main(argv: list[str] | None = None) -> None:
     task.add_argument(
         "--quick",
         action="store_true",
-        help=f"measure only {'; '.join(QUICK)}, after {LENGTHS[0]} tokens, in one turn",
+        help=f"measure only {'; '.join(QUICK)}; default: after {LENGTHS[0]} tokens, in one turn",
     )
     cli.add_argument(
         "--lengths",
         nargs="+",
         type=whole_number(2),
-        default=LENGTHS,
         metavar="N",
-        help="lengths of prompts in tokens",
+        help=f"lengths of prompts in tokens; default: {' '.join(map(str, LENGTHS))}",
     )
     cli.add_argument(
         "--turns",
         type=whole_number(1),
-        default=3,
         metavar="N",
-        help="a figure is the median of N turns",
+        help=f"a figure is the median of N turns; default: {TURNS}",
     )
     cli.add_argument(
         "--threads",
@@ -168,10 +167,15 @@ def main(argv: list[str] | None = None) -> None:
     with cli.parse(argv) as args:
         if args.on == "cuda" and not torch.cuda.is_available():
             raise ValueError("--on cuda: PyTorch finds none; try --on cpu")
-        if args.requests is not None and args.lengths != LENGTHS:
+        if args.requests is not None and args.lengths:
             raise ValueError("--requests has no --lengths: see --help")
         if args.quick:
-            args.only, args.lengths, args.turns = QUICK, LENGTHS[:1], 1
+            args.only, args.lengths, args.turns = (
+                QUICK,
+                args.lengths or LENGTHS[:1],
+                args.turns or 1,
+            )
+        args.lengths, args.turns = args.lengths or LENGTHS, args.turns or TURNS
         task = "speed"
         if args.ablate:
             task = "ablation"
