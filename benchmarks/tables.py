@@ -114,10 +114,12 @@ def remarks(rows: Sequence[Row]) -> list[str]:
     return [*lines]
 
 
-def threads_table(rows: Sequence[Row]) -> Table:
+def threads_report(rows: Sequence[Row]) -> list[str | Table]:
     """Return tokens/s by the number of threads and of texts at once, after the shortest prompt."""
     shortest = min(row["tokens"] for row in rows if "tokens" in row)
-    return table_of(("tokens_per_s", [row for row in rows if row.get("tokens") == shortest]))
+    measured = [row for row in rows if row.get("tokens") == shortest]
+    heading = f"{conditions_text(rows[0])}; after {shortest:,} tokens:"
+    return [heading, table_of(("tokens_per_s", measured))]
 
 
 def speed_report(rows: Sequence[Row]) -> list[str | Table]:
@@ -125,7 +127,7 @@ def speed_report(rows: Sequence[Row]) -> list[str | Table]:
     parts: list[str | Table] = []
     threads = sorted({row["threads"] for row in rows})
     if len(threads) > 1:
-        parts.append(threads_table(rows))
+        parts += threads_report(rows)
     for number in threads:
         measured = [row for row in rows if row["threads"] == number and "absent" not in row]
         single = [row for row in measured if row["texts"] == 1]
@@ -193,8 +195,7 @@ def draw_figure(rows: Sequence[Row], path: Path) -> None:
 
 
 def by_threads(folder: str, model: str) -> str:
-    rows = recorded(folder, model=model)
-    return page([f"{conditions_text(rows[0])}:", threads_table(rows)], markdown=True)
+    return page(threads_report(recorded(folder, model=model)), markdown=True)
 
 
 def shown(folder: str, task: str = "speed", **setting: Any) -> str:
