@@ -1,10 +1,11 @@
 """Speed and memory beside other implementations: decoding, time to the first token, bytes of cache.
 
-`python3 -m benchmarks` gives every implementation the same weights and lets them take turns, one at a time; each has a
-process of its own, a new one in every turn (memory addresses are a matter of luck, and a process keeps them). Figures
-are medians over turns, and shares of the machine's own limits in the same turns: reading the weights once per token,
-and computing only the matrix products of a prompt. `--ablate` measures our own choices one by one, and where the time
-goes; `--requests` serves many texts of different lengths at once.
+`python3 -m benchmarks` measures a GPT-2 and a Llama, with one thread and with two, one text and eight texts at once. It
+gives every implementation the same weights and lets them take turns, one at a time; each has a process of its own, a new
+one in every turn (memory addresses are a matter of luck, and a process keeps them). Figures are medians over turns, and
+shares of the machine's own limits in the same turns: reading the weights once per token, and computing only the matrix
+products of a prompt. `--ablate` measures our own choices one by one; `--requests` serves many texts of different lengths
+at once.
 """
 
 import os
@@ -13,36 +14,34 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import argparse
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from statistics import median
 
 import torch
 
-from benchmarks import batches, report, scale
-from benchmarks.contenders import measure_contender, measure_floors
-from benchmarks.processes import run_in_processes
-from benchmarks.runners import BASE, CONTENDERS, LLAMAS, WITHOUT, Setup, base_of, exported
-from benchmarks.words import Figures, disturbance, shares
+from benchmarks import batches, tables
+from benchmarks.contenders import Cell, geometry_of, measure_contender, measure_floors
+from benchmarks.report import FLOOR, Row, add_rows, floors_of_turns, run_in_turns
+from benchmarks.runners import BASE, CONTENDERS, LLAMA, LLAMAS, WITHOUT, Setup, exported
 from formats.checkpoints import open_checkpoint
-from gpt_kv_cache import GPT, GPTConfig, KVCache
+from gpt_kv_cache import GPT
 from llama_kv_cache import Llama, LlamaConfig
 from load_gpt2_weights import load_model, random_model
 from support.cli import CommandLine, whole_number
 from support.conditions import SIZES, conditions
-from support.files import read_json, writable_folder, write_json
+from support.files import writable_folder
 from support.tables import page
 
 DECODED_TOKENS = 16  # tokens after each prompt
-LENGTHS = (128, 512, 1000)  # tokens of prompts
-BATCH_SIZE = 8  # texts at once, for one more figure of the shortest prompts
+LENGTHS = (128, 1000)  # tokens of prompts
+BATCH_SIZE = 8  # texts at once, after the shortest prompt
+THREADS = (1, 2)
+TURNS = 3
 LLAMA_GEOMETRY = "SmolLM2-135M"  # the geometry of a Llama
-NARROW_HEAD_DIM = 8  # head size of the model whose steps are nearly all overhead; its vocabulary is as small as its context
-
-
-# --- Weights --------------------------------------------------------------------------------------------------------
+MODELS = ("124M", LLAMA_GEOMETRY)
+CONDITIONS = ("model", "parameters", "device", "machine", "torch", "date")  # of a run, for its rows
+QUICK = (BASE, LLAMA, "transformers, DynamicCache", "llama.cpp, F32")
 
 
 def weights_folder(model: str) -> AbstractContextManager[Path]:
@@ -55,188 +54,67 @@ def weights_folder(model: str) -> AbstractContextManager[Path]:
     return nullcontext(open_checkpoint(model).path)
 
 
-def describe_run(args: argparse.Namespace, folder: Path) -> Figures:
-    """Return the conditions for a record, and the sizes that a machine's floors depend on, with the bytes of the
-    weights in float32."""
-    model = load_model(str(folder), device=args.on)
-    config, machine = model.config, conditions(args.model, model)
-    geometry = {
-        **vars(config),
-        "attention": config.n_head * config.head_dim,
-        "matrices": [[*p.shape] for p in model.h[0].parameters() if p.dim() == 2],
-        "weights": 4 * machine["parameters"],
-    }
-    return machine | {"turns": args.turns, "geometry": geometry}
-
-
-# --- Measuring ------------------------------------------------------------------------------------------------------
-
-
-def add_overheads(args: argparse.Namespace, record: Figures) -> None:
-    """Add, to each contender's row, the milliseconds of a step that aren't arithmetic: the time of
-    a model with as many layers and heads, but so narrow that there is hardly anything to
-    compute."""
-    heads = record["heads"]
-    narrow_config = GPTConfig(64, 128, record["layers"], heads, NARROW_HEAD_DIM * heads)
-    with exported(GPT(narrow_config)) as folder:
-        setup = Setup(folder, args.on, args.peer_path)
-        arguments = setup, [(1, 32)], narrow_config.vocab_size, 4 * DECODED_TOKENS
-        jobs = {name: (measure_contender, name, *arguments) for name in record["rows"]}
-        turns_by_name, _ = run_in_processes(jobs, args.turns, args.threads, needed=[BASE])
-    for name, turns in turns_by_name.items():
-        step_medians = [median(turn["1 x 32"]["steps_ms"]) for turn in turns]
-        record["rows"][name]["overhead_ms"] = median(step_medians)
-
-
-@torch.no_grad()
-def profile_first_token(folder: Path, T: int, device: str) -> dict[str, float]:
-    """Return each kind of operation's share of the time to the first token after T tokens, by
-    PyTorch's profiler, the largest first."""
-    kind_of_operation = {
-        "aten::addmm": "products with weights",
-        "aten::mm": "products with weights",
-        "aten::gelu": "GELU",
-        "aten::copy_": "copies",
-        "aten::cat": "copies",
-    }
-    model = load_model(str(folder), model_class=GPT, device=device)
-    ids = torch.arange(T, device=device)[None] % model.config.vocab_size
-    for _ in range(2):  # the first warms up
-        with torch.profiler.profile() as profile:
-            model(ids, KVCache(), last_only=True)
-    time_by_kind = Counter()
-    time_attribute = f"self_{'device' if device == 'cuda' else 'cpu'}_time_total"
-    for event in profile.key_averages():
-        if event.key.startswith("aten::"):  # their time includes that of a GPU's kernels
-            kind = kind_of_operation.get(event.key, "all else")
-            if "attention" in event.key:
-                kind = "attention"
-            time_by_kind[kind] += getattr(event, time_attribute)
-    return {kind: time / time_by_kind.total() for kind, time in time_by_kind.most_common()}
-
-
-# --- What the command does ------------------------------------------------------------------------------------------
-
-
-def measure_record(
-    args: argparse.Namespace,
-    folder: Path,
-    run_conditions: Figures,
-    names: Sequence[str],
-    batch_sizes: Sequence[int] = (),
-) -> Figures:
-    """Measure contenders after one text of each length, and after each batch of texts of the
-    shortest length; return the record. A contender that fails is left out, and "absent" says why.
-    Raises ValueError if our own file or the measurement of the floors fails, or if the longest
-    prompt and its new tokens exceed the context."""
-    geometry = run_conditions["geometry"]
-    lengths = sorted({*args.lengths})
-    longest_prompt, n_ctx = lengths[-1], geometry["n_ctx"]
-    if longest_prompt + DECODED_TOKENS > n_ctx:
-        raise ValueError(
-            f"{longest_prompt} tokens and {DECODED_TOKENS} more exceed the context of {args.model}, {n_ctx}"
-        )
-    cells = [(1, T) for T in lengths] + [(B, lengths[0]) for B in batch_sizes]
-    setup = Setup(folder, args.on, args.peer_path)
+def measure(
+    args: argparse.Namespace, folder: Path, names: Sequence[str], cells: Sequence[Cell]
+) -> list[Row]:
+    """Measure contenders, the first of which ratios are relative to, with each number of threads in each cell; return
+    their rows, and those of the machine's limits. A contender that fails is left out, and "absent" says why. Raises
+    ValueError if our own file fails, or if the longest prompt and its new tokens exceed the context."""
+    geometry, setup = geometry_of(folder), Setup(folder, args.on)
+    longest, n_ctx = max(T for _, T in cells), geometry["n_ctx"]
+    if longest + DECODED_TOKENS > n_ctx:
+        raise ValueError(f"{longest} tokens and {DECODED_TOKENS} more exceed the context, {n_ctx}")
     arguments = setup, cells, geometry["vocab_size"], DECODED_TOKENS
-    jobs = {"floor": (measure_floors, args.on, geometry, sorted({B * T for B, T in cells}))}
-    jobs |= {name: (measure_contender, name, *arguments) for name in names}
-    turns_by_name, failures = run_in_processes(
-        jobs, args.turns, args.threads, needed=("floor", base_of(names))
-    )
-    record = run_conditions | {"lengths": lengths, "absent": failures}
-    return record | report.summarize(turns_by_name, geometry["weights"], args.threads)
+    jobs = {name: (measure_contender, name, *arguments) for name in names}
+    jobs[FLOOR] = (measure_floors, args.on, geometry, {B * T for B, T in cells})
+    rows, floor_turns = run_in_turns(jobs, args.threads, args.turns, needed=[names[0]])
+    for threads, turns in floor_turns.items():
+        measured = [row for row in rows if row["threads"] == threads and "absent" not in row]
+        rows += floors_of_turns(measured, turns, geometry["weights"])
+    for row in rows:
+        if "step_ms" in row:
+            row["tokens_per_s"] = 1e3 * row["texts"] / row["step_ms"]
+    return rows
 
 
-def absent_text(record: Figures) -> str:
-    """Return which contenders weren't measured, and why."""
-    lines = [f"- {name} ({why})" for name, why in record["absent"].items()]
-    return "\n".join(["Not measured:", *lines]) if lines else ""
+def compare(args: argparse.Namespace, folder: Path) -> list[Row]:
+    """Measure all implementations, or those asked for, after one text of each length, and after several of the shortest."""
+    contenders = LLAMAS if "rope_theta" in geometry_of(folder) else CONTENDERS
+    wanted = [name for name in contenders if name in (args.only or contenders)]
+    if not wanted:
+        raise ValueError(
+            f"--only {args.only[0]} is for other models: here are {'; '.join(contenders)}"
+        )
+    base = LLAMA if contenders is LLAMAS else BASE
+    lengths = sorted({*args.lengths})
+    cells = [*((1, T) for T in lengths), (BATCH_SIZE, lengths[0])]
+    return measure(args, folder, [*dict.fromkeys([base, *wanted])], cells)
 
 
-def doubts_text(record: Figures, base: str) -> str:
-    """Return what makes the figures of a record doubtful."""
-    lines = [f"{name}: WRITES OTHER TOKENS than {base}" for name in record["different"]]
-    if record["disturbed"]:
-        words = disturbance(record)
-        lines.append(f"THE MACHINE WAS DISTURBED: {words}; measure again when it is quiet")
-    return "\n".join(lines)
+def ablate(args: argparse.Namespace, folder: Path) -> list[Row]:
+    """Measure our own choices one by one."""
+    return measure(args, folder, [BASE, *WITHOUT], [(1, T) for T in sorted({*args.lengths})])
 
 
-def compare(args: argparse.Namespace, folder: Path) -> None:
-    """Measure all implementations, or those asked for; print a table, draw figures, and write
-    summary.json, or llama.json for a Llama. For a GPT-2, also predict from these figures what
-    larger models would take."""
-    run_conditions = describe_run(args, folder)
-    is_llama = "rope_theta" in run_conditions["geometry"]
-    contenders = LLAMAS if is_llama else CONTENDERS
-    base = base_of(contenders)
-    wanted = contenders if args.only is None else args.only
-    for name in wanted:
-        if name not in contenders:
-            raise ValueError(
-                f"--only {name} can't read {args.model}: choose from {'; '.join(contenders)}"
-            )
-    names = [name for name in contenders if name in (base, *wanted)]
-    record = measure_record(args, folder, run_conditions, names, [BATCH_SIZE])
-    if is_llama:
-        record_name, predictions = "llama.json", ""
-    else:
-        add_overheads(args, record)
-        record_name, predictions = "summary.json", scale.predict(record)
-    write_json(args.out / record_name, record, indent=1)
-    parts = [
-        report.speed_report(record),
-        absent_text(record),
-        predictions,
-        doubts_text(record, base),
-    ]
-    print("\n\n".join(filter(None, parts)))
-    report.draw_figures(record, args.out)
+def serve(args: argparse.Namespace, folder: Path) -> list[Row]:
+    """Measure requests of different lengths at once."""
+    setup, counts = Setup(folder, args.on), sorted({*args.requests}) or batches.REQUEST_COUNTS
+    return batches.measure_requests(setup, geometry_of(folder), args.threads, args.turns, counts)
 
 
-def ablate(args: argparse.Namespace, folder: Path) -> None:
-    """Measure our own choices one by one; print a table and write ablation.json."""
-    record = measure_record(args, folder, describe_run(args, folder), [BASE, *WITHOUT])
-    lengths = record["lengths"]
-    first_token_shares = profile_first_token(folder, lengths[-1], args.on)
-    slowdowns = report.slowdowns(record.pop("rows"), lengths)
-    record |= {"without": slowdowns, "first_token": first_token_shares}
-    write_json(args.out / "ablation.json", record, indent=1)
-    choices_table = report.slowdowns_table(slowdowns, lengths)
-    parts = [
-        f"{BASE}: how many times as long without each of its choices (least to most)",
-        choices_table,
-        f"first token of {lengths[-1]}: {shares(first_token_shares)}",
-        doubts_text(record, BASE),
-    ]
-    print(page(parts))
-
-
-def serve(args: argparse.Namespace, folder: Path) -> None:
-    """Measure requests of different lengths at once; print tables and write requests.json, which
-    keeps its records of other numbers of requests."""
-    record_path = args.out / "requests.json"
-    recorded_counts = read_json(record_path, counts=dict)["counts"] if record_path.exists() else {}
-    run_conditions = describe_run(args, folder)
-    counts = sorted({*args.requests}) if args.requests else [*batches.REQUEST_COUNTS]
-    measured_counts = batches.measure_requests(
-        args.turns, args.threads, Setup(folder, args.on), run_conditions["geometry"], counts
-    )
-    new_records = {count: run_conditions | figures for count, figures in measured_counts.items()}
-    write_json(record_path, {"counts": recorded_counts | new_records}, indent=1)
-    print(batches.requests_report(new_records))
+TASKS = {"speed": compare, "ablation": ablate, "requests": serve}
 
 
 def main(argv: list[str] | None = None) -> None:
-    cli = CommandLine(__doc__, example="python3 -m benchmarks --threads 2")
+    cli = CommandLine(__doc__, example="python3 -m benchmarks --quick")
     cli.prog = "python3 -m benchmarks"
     names = [*(CONTENDERS | LLAMAS)]
     cli.add_argument(
         "--model",
-        default="124M",
+        nargs="+",
         metavar="NAME",
-        help=f"random weights of the size of {', '.join(SIZES)} or {LLAMA_GEOMETRY}, or a model's name or folder",
+        help=f"random weights of the size of {', '.join(SIZES)} or {LLAMA_GEOMETRY}, or a model's name or folder; "
+        f"default: {' '.join(MODELS)}, and with --ablate and --requests {MODELS[0]}",
     )
     task = cli.add_mutually_exclusive_group()
     task.add_argument(
@@ -246,37 +124,37 @@ def main(argv: list[str] | None = None) -> None:
         metavar="NAME",
         help=f"measure only these of {'; '.join(names)}; default: all",
     )
-    cli.add_argument(
-        "--peer-path",
-        type=Path,
-        default=".",
-        metavar="FOLDER",
-        help="with LLMs-from-scratch's gpt_with_kv_cache.py and gpt_with_kv_cache_optimized.py",
+    task.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"measure only {'; '.join(QUICK)}; default: after {LENGTHS[0]} tokens, in one turn",
     )
     cli.add_argument(
         "--lengths",
         nargs="+",
         type=whole_number(2),
-        default=LENGTHS,
         metavar="N",
-        help="lengths of prompts in tokens",
+        help=f"lengths of prompts in tokens; default: {' '.join(map(str, LENGTHS))}",
     )
     cli.add_argument(
         "--turns",
         type=whole_number(1),
-        default=5,
         metavar="N",
-        help="a figure is the median of N turns",
+        help=f"a figure is the median of N turns; default: {TURNS}",
     )
     cli.add_argument(
-        "--threads", type=whole_number(1, 1024), default=1, metavar="N", help="CPU threads"
+        "--threads",
+        nargs="+",
+        type=whole_number(1, 1024),
+        metavar="N",
+        help=f"CPU threads; default: {' '.join(map(str, THREADS))}, and with --ablate, --requests and --on cuda 1",
     )
     cli.add_argument(
         "--out",
         type=writable_folder,
         default="results/benchmarks",
         metavar="FOLDER",
-        help="where results go",
+        help="where results go; a record that is there keeps its other rows",
     )
     cli.add_argument("--on", choices=("cpu", "cuda"), default="cpu", help="where to compute")
     task.add_argument("--ablate", action="store_true", help="measure our own choices instead")
@@ -285,25 +163,36 @@ def main(argv: list[str] | None = None) -> None:
         nargs="*",
         type=whole_number(1),
         metavar="N",
-        help="measure N requests at once instead; the record of other N stays; default: "
+        help="measure N requests at once instead; default: "
         f"{' '.join(map(str, batches.REQUEST_COUNTS))}",
     )
     with cli.parse(argv) as args:
         if args.on == "cuda" and not torch.cuda.is_available():
             raise ValueError("--on cuda: PyTorch finds none; try --on cpu")
-        if not args.peer_path.is_dir():
-            raise ValueError(f"--peer-path {args.peer_path} is not a folder")
-        torch.set_num_threads(args.threads)
-        do = compare
+        if args.requests is not None and args.lengths:
+            raise ValueError("--requests has no --lengths: see --help")
+        if args.quick:
+            args.only, args.lengths, args.turns = (
+                QUICK,
+                args.lengths or LENGTHS[:1],
+                args.turns or 1,
+            )
+        args.lengths, args.turns = args.lengths or LENGTHS, args.turns or TURNS
+        task = "speed"
         if args.ablate:
-            do = ablate
+            task = "ablation"
         if args.requests is not None:
-            if args.lengths != LENGTHS:
-                raise ValueError("--requests has no --lengths: see --help")
-            do = serve
-        with weights_folder(args.model) as folder:
-            do(args, folder)
-        print(f"\nWritten to {args.out}")
+            task = "requests"
+        is_speed = task == "speed"
+        args.threads = args.threads or (THREADS if is_speed and args.on == "cpu" else [1])
+        for name in args.model or (MODELS if is_speed else MODELS[:1]):
+            with weights_folder(name) as folder:
+                described = conditions(name, load_model(str(folder), device=args.on))
+                described = {key: described[key] for key in CONDITIONS} | {"turns": args.turns}
+                rows = [described | row for row in TASKS[task](args, folder)]
+            add_rows(args.out / f"{task}.jsonl", rows)
+            print(page(tables.REPORTS[task](rows)), end="\n\n")
+        print(f"Written to {args.out}")
 
 
 if __name__ == "__main__":

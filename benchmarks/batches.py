@@ -13,13 +13,11 @@ from typing import Any
 import torch
 
 from benchmarks.contenders import measure_floors, time_in_ms
-from benchmarks.processes import run_in_processes
+from benchmarks.report import FLOOR, Row, has_setting, run_in_turns
 from benchmarks.runners import Ours, Setup, Transformers
-from benchmarks.words import Figures, threads_text, turns_text
 from demos.serving import ServingRecord, one_at_a_time, pad_prompts, padded_result
 from gpt_kv_cache import GPT
 from paged import PagedCache, Server
-from support.tables import Table, page
 
 BASE, PAGED = "gpt_kv_cache.py, one at a time", "paged.py"
 PADDED = "transformers, padded generate"
@@ -120,7 +118,7 @@ CONTENDERS = {  # each decodes the prompts with a model
 
 def measure_contender(
     name: str, setup: Setup, requests: dict[int, tuple[Prompts, TokenLimits]]
-) -> dict[int, Figures]:
+) -> dict[int, Row]:
     """Return the figures of a contender for each number of requests, after small ones that warm it up."""
     serve = CONTENDERS[name]
     runner = Ours if name in (BASE, PAGED) else Transformers
@@ -132,112 +130,44 @@ def measure_contender(
             partial(serve, model, prompts, limits)
         )
         figures_by_count[count] = {
+            "texts": count,
             "seconds": milliseconds / 1e3,
-            "tokens": texts,
+            "written": texts,
             "held": held_bytes,
             "wasted": wasted_bytes,
         }
     return figures_by_count
 
 
-# --- Measuring, and the record ----------------------------------------------------------------------------------------
+# --- Measuring them ---------------------------------------------------------------------------------------------------
 
 
 def measure_requests(
-    turns: int, threads: int, setup: Setup, geometry: dict[str, int], counts: Sequence[int]
-) -> Figures:
-    """Return the record of each number of requests: every contender's medians over turns, and the
-    bound. The bound is the time of the prompts' matrix products, and of reading all weights once
-    for each further token of the longest answer.
+    setup: Setup, geometry: Row, threads: Sequence[int], turns: int, counts: Sequence[int]
+) -> list[Row]:
+    """Return the rows of each number of requests, and of the bound, which is the time of the prompts' matrix products,
+    and of reading all weights once for each further token of the longest answer.
 
-    A contender that fails is left out, and "failed" says why. Raises ValueError if BASE or PAGED
-    fails.
+    A contender that fails is left out, and "absent" says why. Raises ValueError if BASE or PAGED fails.
     """
     vocab_size, n_ctx = geometry["vocab_size"], geometry["n_ctx"]
     requests = {count: draw_requests(count, vocab_size, n_ctx) for count in counts}
     prompt_tokens = n_ctx // 2
-    jobs = {"floor": (measure_floors, setup.device, geometry, [prompt_tokens])}
-    jobs |= {name: (measure_contender, name, setup, requests) for name in CONTENDERS}
-    turns_by_name, failures = run_in_processes(jobs, turns, threads, needed=("floor", BASE, PAGED))
-    floor_turns = turns_by_name.pop("floor")
-    bytes_per_ms = median(turn["bytes_per_ms"] for turn in floor_turns)
-    seconds_per_pass = geometry["weights"] / bytes_per_ms / 1e3
-    prompt_ms = median(turn["products_ms"][str(prompt_tokens)] for turn in floor_turns)
-    seconds_per_token = prompt_ms / prompt_tokens / 1e3
-    records = {}
-    for count, (prompts, limits) in requests.items():
-        lengths = [len(ids) for ids in prompts]
-        bound_seconds = seconds_per_token * sum(lengths) + seconds_per_pass * (max(limits) - 1)
-        base_turns = [turn[count] for turn in turns_by_name[BASE]]
-        records[str(count)] = {
-            "read_ms": 1e3 * seconds_per_pass,
-            "failed": failures,
-            "prompts": lengths,
-            "new": limits,
-            "bound_tokens_per_s": sum(limits) / bound_seconds,
-            "rows": {
-                name: figures_of_turns([turn[count] for turn in turns], base_turns, sum(limits))
-                for name, turns in turns_by_name.items()
-            },
-        }
-    return records
-
-
-def figures_of_turns(turns: list[Figures], base_turns: list[Figures], tokens: int) -> Figures:
-    """Return the figures of a contender that wrote `tokens` tokens in each turn; base_turns:
-    BASE's."""
-    seconds = [turn["seconds"] for turn in turns]
-    pairs = [*zip(base_turns, turns, strict=True)]
-    return {
-        "tokens_per_s": tokens / median(seconds),
-        "times_as_fast": median(
-            base_turn["seconds"] / turn["seconds"] for base_turn, turn in pairs
-        ),
-        "same_tokens": all(turn["tokens"] == base_turn["tokens"] for base_turn, turn in pairs),
-        "held": turns[0]["held"],  # of all turns: their requests are the same
-        "wasted": turns[0]["wasted"],
-    }
-
-
-def requests_table(record: Figures) -> Table:
-    """Return the figures of all contenders for a number of requests."""
-    bound, rows = record["bound_tokens_per_s"], []
-    for name, row in record["rows"].items():
-        speeds = [f"{row['tokens_per_s']:,.1f}", f"{row['times_as_fast']:.2f}"]
-        speeds.append(f"{row['tokens_per_s'] / bound:.2f}")
-        memory = ["-" if row[key] is None else f"{row[key]:,}" for key in ("held", "wasted")]
-        rows.append([name, *speeds, *memory, "yes" if row["same_tokens"] else "NO"])
-    rows.append(["bound", f"{bound:,.1f}", "-", "1.00", "-", "-", "-"])
-    header = ["", "tokens/s", "times as fast", "of the bound", "bytes held", "wasted"]
-    return Table([*header, "same tokens"], rows)
-
-
-def requests_report(counts: dict[str, Figures], markdown: bool = False) -> str:
-    """Return a table for each number of requests, after the conditions of its measurement unless
-    they are those of the table before."""
-    parts: list[str | Table] = []
-    conditions, failed = "", {}  # of the table before
-    for count, record in sorted(counts.items(), key=lambda item: int(item[0])):
-        conditions_here = conditions_of_requests(record)
-        if conditions_here != conditions:
-            parts.append(conditions_here)
-            conditions = conditions_here
-        prompts, new = record["prompts"], record["new"]
-        parts.append(
-            f"{count} request{'' if count == '1' else 's'}, all there at the beginning; prompts of "
-            f"{min(prompts)} to {max(prompts)} tokens, {min(new)} to {max(new)} to write: {sum(new):,} in all:"
-        )
-        parts.append(requests_table(record))
-        if failed != record["failed"]:
-            failed = record["failed"]
-            parts += [f"Not measured: {name} ({why})." for name, why in failed.items()]
-    return page(parts, markdown)
-
-
-def conditions_of_requests(record: Figures) -> str:
-    """Return where and when requests were served."""
-    return (
-        f"{record['model']}, {record['geometry']['weights'] / 1e6:,.0f} MB of weights in float32, read in "
-        f"{record['read_ms']:.1f} ms; {record['machine']}; {threads_text(record)}; {turns_text(record)}, "
-        f"{record['date']}."
-    )
+    jobs = {name: (measure_contender, name, setup, requests) for name in CONTENDERS}
+    jobs[FLOOR] = (measure_floors, setup.device, geometry, [prompt_tokens])
+    rows, floor_turns = run_in_turns(jobs, threads, turns, needed=[BASE, PAGED])
+    for number, own_turns in floor_turns.items():
+        pass_ms = geometry["weights"] / median(turn["bytes_per_ms"] for turn in own_turns)
+        products_ms = median(turn["products_ms"][prompt_tokens] for turn in own_turns)
+        for count, (prompts, limits) in requests.items():
+            lengths = [len(ids) for ids in prompts]
+            bound_ms = products_ms / prompt_tokens * sum(lengths) + pass_ms * (max(limits) - 1)
+            setting = {"threads": number, "texts": count}
+            bound = {"name": "bound", "step_ms": pass_ms, "prompts": lengths, "new": limits}
+            bound |= setting | {"seconds": bound_ms / 1e3}
+            rows.append(bound)
+            for row in rows:
+                if has_setting(row, setting):
+                    row["tokens_per_s"] = sum(limits) / row["seconds"]
+                    row["of_bound"] = bound["seconds"] / row["seconds"]
+    return rows

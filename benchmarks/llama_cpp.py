@@ -1,6 +1,5 @@
 """llama.cpp beside lecture 4: the same weights as a GGUF file, read and decoded by llama-cpp-python."""
 
-import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from formats.gguf_files import NAMES
-
-OUR_NAME = {public: ours for ours, public in NAMES.items()}
 NO_TEXT = {"tokenizer.ggml.model": "no_vocab"}  # a file without a tokenizer: ids in, ids out
 
 
@@ -44,25 +40,24 @@ def write_gguf(path: Path, model: Any, kind: Any = None, **keys: Any) -> None:
     }
     writer = gguf.GGUFWriter(path, arch)
     for key, content in (geometry | keys).items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-        add |= {list: writer.add_array, bool: writer.add_bool}
         if content is not None and content != []:
-            add[type(content)](key, content)
+            content_type = gguf.GGUFValueType.get_type(content)
+            if type(content) is int:
+                content_type = gguf.GGUFValueType.UINT32
+            writer.add_key_value(key, content, content_type)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        numbers, name = tensor.numpy(), name.removeprefix("model.")
-        *_, part, _ = name.split(".")
+        numbers, part = tensor.numpy(), name.split(".")[-2]
         if arch == "llama" and part in heads:
             numbers = permuted(numbers, heads[part])
-        layer = re.match(r"layers\.(\d+)\.", name)
-        stem, _, suffix = name.removeprefix(layer[0] if layer else "").rpartition(".")
-        name = f"{f'blk.{layer[1]}.' if layer else ''}{OUR_NAME[stem]}.{suffix}"
+        gguf_name = names.get_name(name, (".weight", ".bias"))
         if kind is not None and numbers.ndim == 2:
-            writer.add_tensor(name, gguf.quantize(numbers, kind), raw_dtype=kind)
+            writer.add_tensor(gguf_name, gguf.quantize(numbers, kind), raw_dtype=kind)
         else:
-            writer.add_tensor(name, numbers)
+            writer.add_tensor(gguf_name, numbers)
     if config.rope_parameters["rope_type"] == "llama3":
         speed = model.model.rotary_emb.inv_freq
         usual = config.rope_parameters["rope_theta"] ** (

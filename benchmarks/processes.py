@@ -1,7 +1,7 @@
 """Turns: every implementation runs in a process of its own, a new one each time, and no two at once."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
@@ -9,29 +9,33 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+Job = tuple[int, str]  # threads, and the name of what is measured
+
 
 def run_in_processes(
-    jobs: dict[str, tuple[Any, ...]], turns: int, threads: int, needed: Sequence[str]
-) -> tuple[dict[str, list[Any]], dict[str, str]]:
+    jobs: dict[Job, tuple[Any, ...]], turns: int, needed: Collection[str]
+) -> tuple[dict[Job, list[Any]], dict[Job, str]]:
     """Run each job, a function of a module and its arguments, once in every turn, in an order that
-    rotates. Return, by name, its results of all turns, and why jobs failed.
+    rotates. Return the results of all turns of each job, and why jobs failed.
 
-    A job that fails is left out from then on. Raises ValueError if it is one of those needed.
+    A job that fails is left out from then on. Raises ValueError if its name is one of those needed.
     """
-    results, failures, names = {name: [] for name in jobs}, {}, [*jobs]
+    results, failures, order = {job: [] for job in jobs}, {}, [*jobs]
     for turn in tqdm(range(turns), desc="turns", leave=False):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            if name not in results:
+        first = turn % len(order)
+        for threads, name in order[first:] + order[:first]:
+            if (threads, name) in failures:
                 continue
             try:
-                results[name].append(in_own_process(threads, *jobs[name]))
+                result = in_own_process(threads, *jobs[threads, name])
+                results[threads, name].append(result)
             except Exception as error:  # whatever an implementation raises
                 is_refusal = isinstance(error, ValueError)
-                failures[name] = str(error) if is_refusal else f"{type(error).__name__}: {error}"
-                del results[name]
+                why = str(error) if is_refusal else f"{type(error).__name__}: {error}"
                 if name in needed:
-                    raise ValueError(f"{name} failed: {failures[name]}") from error
+                    raise ValueError(f"{name} failed: {why}") from error
+                failures[threads, name] = why
+                del results[threads, name]
     return results, failures
 
 

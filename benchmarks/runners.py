@@ -1,5 +1,5 @@
 """Implementations of GPT-2 that `python3 -m benchmarks` compares: our files, `gpt_kv_cache.py` without each of its
-choices, and others': transformers, LLMs-from-scratch, CTranslate2, and llama.cpp for a Llama.
+choices, and others': transformers, CTranslate2, and llama.cpp for a Llama.
 
 All get the same weights: a folder in Hugging Face format. A contender is made from that folder, or
 raises ValueError if it can't take part. Its start() takes ids (B, T) and returns an iterator that
@@ -9,7 +9,7 @@ nbytes is then the size of its cache.
 
 import tempfile
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -26,22 +26,20 @@ import gpt_kv_cache
 import llama_kv_cache
 from benchmarks.captured_step import ConstantShapes
 from benchmarks.llama_cpp import LlamaCpp
-from formats.checkpoints import open_checkpoint
 from formats.products import order_for_decoding
 from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model
 from pocket.checkpoints import export
-from support.files import import_file, read_json
+from support.files import read_json
 
 NO_LIMIT = 1 << 20  # tokens to write: the caller stops
 
 
 class Setup(NamedTuple):
-    """A folder of weights, the device that computes, and the folder with LLMs-from-scratch's files."""
+    """A folder of weights, and the device that computes."""
 
     folder: Path
     device: str = "cpu"
-    peer: Path = Path()
 
 
 @contextmanager
@@ -125,16 +123,6 @@ class RandomBCT(Ours):
 # --- gpt_kv_cache.py without its choices: each function undoes one of a model's ---------------------------------------
 
 
-def store_weights_out_in(model: GPT) -> None:
-    for module in model.modules():
-        if type(module).__name__ == "Conv1D":
-            module.weight.data = module.weight.data.t().contiguous().t()
-
-
-def store_head_by_rows(model: GPT) -> None:
-    model.wte.weight.data = model.wte.weight.data.contiguous()
-
-
 def compute_all_logits(model: GPT) -> None:
     forward = model.forward
     model.forward = lambda ids, cache=None, last_only=False: forward(ids, cache)
@@ -158,19 +146,6 @@ def write_softmax_out(model: GPT) -> None:
         block.attn.forward = partial(attend, block.attn)
 
 
-def project_separately(model: GPT) -> None:
-    def project(self: nn.Module, x: Tensor) -> list[Tensor]:
-        heads = (self.n_head, self.head_dim)
-        parts = zip(self.parts, self.c_attn.bias.chunk(3), strict=True)
-        return [
-            nn.functional.linear(x, w.t(), b).unflatten(-1, heads).transpose(1, 2) for w, b in parts
-        ]
-
-    for block in model.h:
-        block.attn.parts = [w.contiguous() for w in block.attn.c_attn.weight.data.chunk(3, 1)]
-        block.attn.project = partial(project, block.attn)
-
-
 def always_mask(model: GPT) -> None:
     def with_mask(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         q, k, v, mask = args
@@ -181,11 +156,8 @@ def always_mask(model: GPT) -> None:
 
 
 ABLATIONS = {
-    "weights stored (out, in), as nn.Linear does": store_weights_out_in,
-    "the head's weights row by row": store_head_by_rows,
     "logits of all positions": compute_all_logits,
     "softmax(q k) v written out": write_softmax_out,
-    "q, k and v by a product each": project_separately,
     "a mask in every pass, instead of is_causal": always_mask,
 }
 
@@ -232,72 +204,6 @@ class Transformers:
     @property
     def nbytes(self) -> int:
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
-
-
-class FromScratch:
-    """The GPTModel of a file of LLMs-from-scratch, which has a cache of its own."""
-
-    def __init__(self, setup: Setup, file_name: str) -> None:
-        if not (setup.peer / file_name).is_file():
-            raise ValueError(f"needs --peer-path with {file_name}")
-        model = import_file(setup.peer / file_name).GPTModel(peer_config(setup.folder))
-        self.model = model.eval().to(setup.device)
-        load_peer_weights(self.model, open_checkpoint(str(setup.folder)).tensors())
-
-    @torch.inference_mode()
-    def start(self, ids: Tensor) -> Iterator[Tensor]:
-        self.model.reset_kv_cache()
-        while True:
-            ids = self.model(ids, use_cache=True)[:, -1].argmax(-1, keepdim=True)
-            yield ids
-
-    @property
-    def nbytes(self) -> int:
-        buffers = self.model.named_buffers()
-        return sum(buffer.nbytes for name, buffer in buffers if "cache" in name)
-
-
-NAMES = {
-    "tok_emb": "wte",
-    "out_head": "wte",
-    "pos_emb": "wpe",
-    "final_norm": "ln_f",
-    "trf_blocks": "h",
-    "norm": "ln_",
-    "scale": "weight",
-    "shift": "bias",
-    "att.out_proj": "attn.c_proj",
-    "att.W_": "attn.",
-    "ff.layers.0": "mlp.c_fc",
-    "ff.layers.2": "mlp.c_proj",
-}
-
-
-def peer_config(folder: Path) -> dict[str, Any]:
-    """Return the configuration of a GPTModel of LLMs-from-scratch."""
-    config = read_json(folder / "config.json")
-    return {
-        "vocab_size": config["vocab_size"],
-        "context_length": config["n_positions"],
-        "emb_dim": config["n_embd"],
-        "n_heads": config["n_head"],
-        "n_layers": config["n_layer"],
-        "drop_rate": 0.0,
-        "qkv_bias": True,
-    }
-
-
-@torch.no_grad()
-def load_peer_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Give a GPTModel of LLMs-from-scratch GPT-2's weights: its names, and (out, in) instead of (in, out)."""
-    for name in [name for name in tensors if "c_attn" in name]:
-        parts = zip(("query", "key", "value"), tensors[name].chunk(3, -1), strict=True)
-        tensors |= {name.replace("c_attn", part): tensor for part, tensor in parts}
-    for name, parameter in model.named_parameters():
-        for peer_name, public_name in NAMES.items():
-            name = name.replace(peer_name, public_name)
-        tensor = tensors[name]
-        parameter.copy_(tensor.t() if name.startswith("h.") and tensor.dim() == 2 else tensor)
 
 
 class CTranslate2:
@@ -367,10 +273,6 @@ CONTENDERS = {  # each is made from a Setup
     **TRANSFORMERS,
     "CTranslate2": CTranslate2,
     "CTranslate2, int8": partial(CTranslate2, compute_type="int8"),
-    "LLMs-from-scratch, concat cache": partial(FromScratch, file_name="gpt_with_kv_cache.py"),
-    "LLMs-from-scratch, optimized": partial(
-        FromScratch, file_name="gpt_with_kv_cache_optimized.py"
-    ),
 }
 LLAMAS = {
     LLAMA: llama,
@@ -381,11 +283,6 @@ LLAMAS = {
     **{f"llama.cpp, {kind}": partial(llama_cpp, kind=kind) for kind in ("F32", "F16", "Q8_0")},
 }
 WITHOUT = {name: partial(ablated, name=name) for name in ABLATIONS}
-
-
-def base_of(names: Collection[str]) -> str:
-    """Return the contender that ratios are relative to: our own file with a growing cache."""
-    return BASE if BASE in names else LLAMA
 
 
 def is_exact(name: str) -> bool:

@@ -65,11 +65,6 @@ def record(file: str) -> Any:
     return json.loads(read_text(sorted(ROOT.glob(file))[-1]))
 
 
-def benchmark(name: str) -> Any:
-    """Return the newest one-thread record of a benchmark, such as "summary"."""
-    return record(f"benchmarks/results/*-1-thread/{name}.json")
-
-
 def claims_of(source: str, section: str = "") -> str:
     """Return the tables of a source's claims, or of those in a section, beside our findings."""
     chosen = [claim for claim in claims_of_source(source) if claim["section"].startswith(section)]
@@ -142,7 +137,6 @@ def draw_all_figures() -> None:
 
 
 FUNCTIONS: dict[str, Callable[..., object]] = {  # what the marks of pages may call
-    "benchmark": benchmark,
     "claims": claims_of,
     "figure": figure,
     "format": format,

@@ -1,6 +1,5 @@
 """`python -m benchmarks`: equal weights give equal tokens in all implementations, and figures are what they say."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,19 +7,17 @@ import pytest
 import torch
 
 import benchmarks.__main__ as bench
-from benchmarks import processes, report, runners
+from benchmarks import processes, report, runners, tables
 from benchmarks.contenders import time_contender
 from benchmarks.runners import BASE, CONTENDERS, LLAMA, LLAMAS, Int8, Setup, is_exact
-from formats.checkpoints import open_checkpoint
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from llama_kv_cache import Llama, LlamaConfig
 from load_gpt2_weights import load_model
 from pocket.checkpoints import export
-from support.files import read_json
-from tests.helpers import N_CTX, process, refused, start
+from tests.helpers import N_CTX, refused, start
 
 CONFIG = GPTConfig(vocab_size=300, n_ctx=64, n_layer=2, n_head=4, n_embd=64)
-EXACT = [name for name in CONTENDERS if is_exact(name) and "LLMs" not in name]
+EXACT = [name for name in CONTENDERS if is_exact(name)]
 
 
 def of_all_speeds(name: str) -> object:
@@ -69,10 +66,10 @@ CACHED = {  # tokens whose keys and values are held, after 12 and 20 more
 def test_equal_weights_give_equal_tokens(name: str, folder: Path) -> None:
     runner = runner_of(name, folder)
     done = time_contender(runner, prompt(), 20)
-    assert done["tokens"] == plain(folder, prompt(), 21).tolist()
-    assert len(done["steps_ms"]) == 20 and min(done["steps_ms"]) > 0 and done["first_ms"] > 0
+    assert done["written"] == plain(folder, prompt(), 21).tolist()
+    assert done["step_ms"] > 0 and done["first_ms"] > 0
     token = 2 * CONFIG.n_layer * 2 * CONFIG.n_head * CONFIG.head_dim * 4  # of two texts
-    assert done["nbytes"] == token * CACHED.get(name, 12 + 20)
+    assert done["cache_bytes"] == token * CACHED.get(name, 12 + 20)
 
 
 def test_steps_of_constant_shapes_are_the_same_work_and_wait_for_nothing(folder: Path) -> None:
@@ -88,17 +85,6 @@ def test_steps_of_constant_shapes_are_the_same_work_and_wait_for_nothing(folder:
     assert len([*tokens]) == CONFIG.n_ctx - 12 - 3  # the context is full
 
 
-@pytest.mark.slow
-def test_weights_reach_the_names_of_llms_from_scratch(folder: Path) -> None:
-    theirs = pytest.importorskip("llms_from_scratch.kv_cache.gpt2")
-    model = theirs.GPTModel(runners.peer_config(folder)).eval()
-    runners.load_peer_weights(model, open_checkpoint(str(folder)).tensors())
-    ids = prompt()
-    with torch.no_grad():
-        expected = load_model(str(folder), model_class=GPT)(ids)
-        torch.testing.assert_close(model(ids), expected, rtol=1e-3, atol=1e-3)
-
-
 def test_int8_is_near(folder: Path) -> None:
     exact, runner = load_model(str(folder), model_class=GPT), Int8(Setup(folder))
     ids = prompt(4, 40)
@@ -112,15 +98,14 @@ def test_int8_is_near(folder: Path) -> None:
 def test_ctranslate2_writes_the_same_up_to_the_context(folder: Path) -> None:
     left = CONFIG.n_ctx - 12  # as many as it has positions for
     done = time_contender(runner_of("CTranslate2", folder), prompt(4), left)
-    assert done["tokens"] == plain(folder, prompt(4), left + 1).tolist()
+    assert done["written"] == plain(folder, prompt(4), left + 1).tolist()
 
 
-def work(model: GPT) -> tuple[list[str], list[tuple[int, ...]]]:
-    """What a pass over a prompt computes, and how weights lie in memory."""
+def work(model: GPT) -> list[str]:
+    """What a pass over a prompt computes."""
     with torch.no_grad(), torch.profiler.profile(record_shapes=True) as profile:
         model(prompt(1), KVCache(), last_only=True)
-    kernels = [f"{event.name} {event.input_shapes}" for event in profile.events()]
-    return kernels, [p.stride() for p in model.parameters()]
+    return [f"{event.name} {event.input_shapes}" for event in profile.events()]
 
 
 @pytest.mark.parametrize("name", runners.ABLATIONS)
@@ -135,42 +120,48 @@ def test_an_ablation_changes_the_work_and_no_result(name: str, folder: Path) -> 
     assert work(model) != before
 
 
-def summary(bandwidths: tuple[float, ...] = (10e6, 10e6, 10.2e6), cpu: float = 1.0) -> dict:
-    def turn(first: float, step: float, tokens: list[int]) -> dict:
-        return {
-            "first_ms": first,
-            "steps_ms": [step] * 4,
-            "waited": 1 - cpu,
-            "tokens": [[1, 1], tokens],
-            "nbytes": 100,
-        }
+def turn(step: float, first: float, tokens: list[int]) -> dict:
+    return {
+        (2, 100): {"texts": 2, "tokens": 100, "step_ms": step, "first_ms": first, "waited": 0.3}
+        | {"written": [[1, 1], tokens], "cache_bytes": 100}
+    }
 
+
+def test_figures_are_medians_ratios_of_the_same_turn_and_limits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     slow = (1.0, 2.0, 1.0)  # the machine in three turns
     found = {
-        "floor": [{"bytes_per_ms": b, "products_ms": {"200": 160.0}} for b in bandwidths],
-        "gpt_kv_cache.py": [{"2 x 100": turn(200 * s, 100 * s, [1, 2])} for s in slow],
-        "other": [{"2 x 100": turn(400 * s, 150 * s, [1, 3])} for s in slow],
+        (1, BASE): [turn(100 * s, 200 * s, [1, 2]) for s in slow],
+        (1, "other"): [turn(150 * s, 400 * s, [1, 3]) for s in slow],
+        (1, "floor"): [
+            {"bytes_per_ms": speed, "products_ms": {200: 160.0}} for speed in (10e6, 10e6, 10.2e6)
+        ],
     }
-    return report.summarize(found, 500e6, 1)
-
-
-def test_figures_are_medians_ratios_of_the_same_turn_and_shares_of_the_floor() -> None:
-    found = summary()
-    ours, other = (found["rows"][name]["2 x 100"] for name in ("gpt_kv_cache.py", "other"))
-    assert found["roofline_ms"] == 50 and ours["of_roofline"] == 0.5
-    assert ours["step_ms"] == 100 and ours["tokens_per_s"] == 20 and ours["decode_ratio"] == 1
-    assert other["decode_ratio"] == pytest.approx(100 / 150) and other["first_ratio"] == 0.5
-    assert ours["of_products"] == 160 / 200  # of the tokens of both texts
+    monkeypatch.setattr(report, "run_in_processes", lambda *_: (found, {(1, "bad"): "no"}))
+    (ours, other, bad), floors = report.run_in_turns({}, [1], 3, needed=[BASE])
+    assert ours["step_ms"] == 100 and ours["times_as_fast"]["tokens_per_s"] == [1, 1, 1]
+    assert other["times_as_fast"]["tokens_per_s"] == pytest.approx([100 / 150] * 3)
+    assert other["times_as_fast"]["first_ms"] == [0.5] * 3 and other["first_ms"] == 400
     assert ours["same_tokens"] and not other["same_tokens"]  # in the second text
-    turns = {"ratios": [0.5, 1, 2], "first_ratios": [1, 1, 4]}
-    spread = report.slowdowns({"x": {"1 x 9": turns}}, [9])
-    assert spread == {"x": {"9": {"decode": [1, 0.5, 2], "first": [1, 0.25, 1]}}}
-    assert found["waited"] == pytest.approx(0) and found["bandwidth_change"] == pytest.approx(0.02)
-    busy, uneven = summary(cpu=0.7), summary((5e6, 10e6, 10e6))
-    assert busy["waited"] == pytest.approx(0.3) and uneven["bandwidth_change"] == 0.5
-    assert (
-        report.is_disturbed(busy) and report.is_disturbed(uneven) and not report.is_disturbed(found)
-    )
+    assert report.writes_other_tokens(other) and bad["absent"] == "no"
+    (floor,) = report.floors_of_turns([ours, other], floors[1], 500e6)
+    assert floor["step_ms"] == 50 and floor["first_ms"] == 160 and floor["gb_per_s"] == 10
+    assert floor["bandwidth_change"] == pytest.approx(0.02) and report.is_disturbed(floor)
+    assert not report.is_disturbed(floor | {"waited": 0.0})
+    assert not report.is_disturbed(floor | {"threads": 2})  # which wait for each other
+    assert report.is_disturbed(floor | {"waited": 0.0, "bandwidth_change": 0.5})
+
+
+def test_a_table_has_a_column_for_each_setting_and_a_dash_where_nothing_was_measured() -> None:
+    row = {"machine": "X, 2 cores", "texts": 1, "tokens": 128, "times_as_fast": {}}
+    one = row | {"name": "a", "threads": 1, "tokens_per_s": 20.0, "cache_bytes": 9}
+    two = one | {"threads": 2, "times_as_fast": {"tokens_per_s": [1.0, 3.0, 2.0]}}
+    other = row | {"name": "b", "threads": 2, "tokens_per_s": 1234.56}
+    made = tables.table_of(("tokens_per_s", [one, two, other]), ("cache_bytes", [one]))
+    columns = ["tokens/s, 1 thread", "tokens/s, 2 threads", "bytes of cache, 1 thread"]
+    assert made.header == ["", *columns]
+    assert made.rows == [["a", "20.0", "20.0 (2.00)", "9"], ["b", "-", "1,234.6", "-"]]
 
 
 def grows(path: Path, most: int) -> int:
@@ -182,47 +173,68 @@ def grows(path: Path, most: int) -> int:
 
 @pytest.mark.slow
 def test_a_job_that_fails_is_left_out_and_said(tmp_path: Path) -> None:
-    jobs = {"good": (grows, tmp_path / "good", 2), "bad": (grows, tmp_path / "bad", 1)}
-    found, failed = processes.run_in_processes(jobs, 2, 1, needed=["good"])
-    assert found == {"good": [10, 20]} and (tmp_path / "bad").read_text() == ".."
-    assert failed == {"bad": "IndexError: list index out of range"}
+    good, bad = (1, "good"), (2, "bad")
+    jobs = {good: (grows, tmp_path / "good", 2), bad: (grows, tmp_path / "bad", 1)}
+    found, failed = processes.run_in_processes(jobs, 3, needed=[])
+    assert found == {} and set(failed) == {good, bad}
+    assert (tmp_path / "bad").read_text() == ".." and failed[bad].startswith("IndexError")
     with pytest.raises(ValueError, match="good failed: IndexError"):
-        processes.run_in_processes({"good": jobs["good"]}, 1, 1, needed=["good"])
+        processes.run_in_processes({good: jobs[good]}, 1, needed=["good"])
 
 
-def command(*words: str) -> str:
-    """What `python -m benchmarks` prints."""
-    done = process(sys.executable, "-m", "benchmarks", *words)
-    assert done.code == 0, done.err
-    return done.out
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call_here(threads: int, call: Callable[..., object], *arguments: object) -> object:
+        return call(*arguments)
 
-
-@pytest.mark.slow
-def test_one_command_gives_tables_figures_and_a_record(tmp_path: Path) -> None:
-    only = ["gpt_baseline.py", "gpt_bounded_cache.py, preallocated"]
-    out = tmp_path / "new"
-    sizes = "--model pocket --lengths 24 48 --turns 1 --only".split()
-    printed = command(*sizes, *only, "--out", str(out))
-    names = {"summary.json", "decoding.png", "first_token.png"}
-    assert {path.name for path in out.iterdir()} == names
-    record = read_json(out / "summary.json")
-    assert list(record["rows"]) == [name for name in CONTENDERS if name in (*only, BASE)]
-    assert record["different"] == [] and record["absent"] == {}
-    ours = record["rows"][BASE]
-    assert ours["1 x 48"]["decode_ratio"] == 1
-    assert ours["overhead_ms"] > 0
-    assert all(name in printed for name in (*only, "Llama 3 70B"))
+    monkeypatch.setattr(processes, "in_own_process", call_here)
 
 
 @pytest.mark.slow
-def test_an_ablation_by_command(tmp_path: Path) -> None:
-    words = "--ablate --model pocket --lengths 24 --turns 1 --out"
-    assert "logits of all positions" in command(*words.split(), str(tmp_path))
-    record = read_json(tmp_path / "ablation.json")
-    assert set(record["without"]) == {*runners.ABLATIONS} and record["different"] == []
-    shares = record["first_token"]
-    assert sum(shares.values()) == pytest.approx(1)
-    assert shares["products with weights"] > 0 < shares["attention"]
+def test_models_threads_and_texts_take_turns_and_write_the_same(
+    folder: Path, tmp_path: Path, in_this_process: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    config = LlamaConfig(vocab_size=97, n_ctx=40, n_layer=2, n_head=4, n_embd=48, n_kv_head=2)
+    export(Llama(config), tmp_path)
+    words = f"--model {folder} {tmp_path} --threads 1 2 --lengths 9 5 --turns 2 --out {tmp_path}"
+    bench.main(words.split())
+    printed = capsys.readouterr().out
+    assert "1 thread, 1 text" in printed and "2 threads, 8 texts" in printed
+    record = tmp_path / "speed.jsonl"
+    for model, contenders in ((folder, CONTENDERS), (tmp_path, LLAMAS)):
+        rows = report.read_rows(record, {"model": str(model)})
+        absent = {row["name"] for row in rows if "absent" in row}
+        assert {row["name"] for row in rows} == {*contenders, "floor"}
+        assert all(name.startswith(("llama.cpp", "CTranslate2")) for name in absent)
+        assert not any(map(report.writes_other_tokens, rows))
+        cells = {(row["threads"], row["texts"], row["tokens"]) for row in rows if "texts" in row}
+        assert cells == {(t, B, T) for t in (1, 2) for B, T in ((1, 5), (1, 9), (8, 5))}
+        assert all(
+            len(row["times_as_fast"]["first_ms"]) == 2 for row in rows if "same_tokens" in row
+        )
+    token = 2 * 2 * 2 * 12 * 4  # keys and values, layers, heads of keys, their size, bytes
+    sizes = {
+        row["name"]: row["cache_bytes"]
+        for row in report.read_rows(record, {"tokens": 9, "model": str(tmp_path)})
+        if "cache_bytes" in row
+    }
+    assert sizes[LLAMA] == sizes["transformers, DynamicCache"] == (9 + 16) * token
+    assert sizes["llama_kv_cache.py, preallocated"] == 41 * token
+    before = report.read_rows(record, {})
+    bench.main([*words.split(), "--only", "transformers, DynamicCache", "--turns", "1"])
+    after = report.read_rows(record, {})
+    assert len(after) == len(before) and {row["turns"] for row in after} == {1, 2}
+
+
+@pytest.mark.slow
+def test_an_ablation_by_command(
+    tmp_path: Path, in_this_process: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.main(f"--ablate --model pocket --lengths 24 --turns 1 --out {tmp_path}".split())
+    assert "logits of all positions" in capsys.readouterr().out
+    rows = report.read_rows(tmp_path / "ablation.jsonl", {})
+    assert {row["name"] for row in rows} == {BASE, "floor", *runners.ABLATIONS}
 
 
 @pytest.mark.parametrize(
@@ -231,8 +243,7 @@ def test_an_ablation_by_command(tmp_path: Path) -> None:
         ("--model gpt5", "gpt5"),
         (f"--lengths {N_CTX + 1} --model pocket", f"{N_CTX + 1} {N_CTX}"),
         ("--only nothing", "nothing"),
-        ("--model pocket-llama --only CTranslate2", "CTranslate2 pocket-llama"),
-        ("--peer-path nowhere", "nowhere folder"),
+        ("--model pocket-llama --only CTranslate2", "CTranslate2 llama_kv_cache.py"),
         ("--ablate --only CTranslate2", "--ablate --only"),
         ("--requests 0", "0 1"),
         ("--requests 2 --lengths 3", "--requests --lengths"),
@@ -240,29 +251,3 @@ def test_an_ablation_by_command(tmp_path: Path) -> None:
 )
 def test_bad_input_gets_one_sentence(words: str, culprits: str) -> None:
     refused(start(f"benchmarks.__main__ {words}"), *culprits.split())
-
-
-@pytest.mark.slow
-def test_todays_models_take_turns_and_write_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("transformers")
-
-    def here(threads: int, call: Callable[..., object], *arguments: object) -> object:
-        return call(*arguments)
-
-    monkeypatch.setattr(processes, "in_own_process", here)
-    config = LlamaConfig(vocab_size=97, n_ctx=40, n_layer=2, n_head=4, n_embd=48, n_kv_head=2)
-    export(Llama(config), tmp_path)
-    words = ["--model", str(tmp_path), "--out", str(tmp_path), *"--lengths 5 9 --turns 2".split()]
-    bench.main(words)
-    assert len([*tmp_path.glob("llama_*.png")]) == 2
-    record = read_json(tmp_path / "llama.json")
-    absent = record["absent"]  # where llama.cpp isn't installed; Q8_0 needs a width of 32s
-    assert {*record["rows"], *absent} == {*LLAMAS} and record["different"] == []
-    assert all(name.startswith("llama.cpp") for name in absent)
-    bytes_of = {name: row["1 x 9"]["cache_bytes"] for name, row in record["rows"].items()}
-    token = 2 * 2 * 2 * 12 * 4  # keys and values, layers, heads of keys, their size, bytes
-    assert bytes_of[LLAMA] == bytes_of["transformers, DynamicCache"] == (9 + 16) * token
-    assert bytes_of["llama_kv_cache.py, preallocated"] == 41 * token
-    assert len(record["rows"][LLAMA]["8 x 5"]["ratios"]) == 2

@@ -33,10 +33,10 @@ def test_figures_are_drawn_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "build_files", lambda names: {})
     monkeypatch.setattr(studies.pages.replaying, "draw_hit_rates", drawn.append)
     monkeypatch.setattr(studies.pages, "draw_figures", lambda rows, _: drawn.append(rows.study))
-    monkeypatch.setattr(benchmarks.pages, "draw_figures", lambda _, folder: drawn.append(folder))
+    monkeypatch.setattr(benchmarks.pages.tables, "draw_figure", lambda _, path: drawn.append(path))
     assert run(build.main, "--figures").code == 0
     wanted = {*ROOT.glob("studies/recycling/replay_*.csv"), "recycling", "refreshing"}
-    assert wanted < {*drawn} and {*ROOT.glob("benchmarks/results/*-1-thread")} < {*drawn}
+    assert wanted < {*drawn} and {*ROOT.glob("benchmarks/results/*/decoding.png")} < {*drawn}
 
 
 @pytest.mark.parametrize("urls", ["", '[project.urls]\nlive = "https://a.example/live/"\n'])

@@ -1,10 +1,8 @@
 """Chapter 8: floors by the bytes, times without what isn't decoding, intervals that cover, and equal up to rounding."""
 
-import json
 import math
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from statistics import median
 from types import ModuleType
 
@@ -14,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.tables import benchmark
 from chapters.checking import (
     assert_close,
     assert_keeps,
@@ -27,7 +26,6 @@ from gpt_kv_cache import GPT, MLP, Attention, GPTConfig, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
 
 GIVEN = ("gpt_kv_cache",)
-ROOT = Path(__file__).resolve().parent.parent.parent
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -77,14 +75,13 @@ def test_the_floor_is_the_bytes_by_the_bandwidth(impl: ModuleType) -> None:
 
 @pytest.mark.ex8_1
 def test_it_is_that_of_the_recorded_run(impl: ModuleType) -> None:
-    path = sorted(ROOT.glob("benchmarks/results/*-1-thread/summary.json"))[-1]
-    record = json.loads(path.read_text(encoding="utf-8"))
+    record = benchmark("floor", tokens=128)
     with torch.device("meta"):  # no memory for the 124 million numbers
         model = GPT(GPTConfig())
     floor, speed, recorded = (
         impl.floor_ms(model, record["gb_per_s"]),
         record["gb_per_s"],
-        record["roofline_ms"],
+        record["step_ms"],
     )
     assert floor == pytest.approx(recorded, rel=1e-6), (
         f"GPT-2 124M in float32 at {speed:.1f} GB/s: {floor:.4g} ms, recorded are {recorded:.4g}"

@@ -1,4 +1,4 @@
-"""What the two floors say about large models and fleets, by the formulas of benchmarks/scale.py.
+"""What the two floors say about large models and fleets, by the formulas of chapters/scale.py.
 
 `python3 chapters/10_beyond/floors.py` prints lower bounds for some models on a GPU as its data sheet describes it;
 `... floors.py fleet` what the hit rates of recorded replays (studies/recycling) mean for machines that only prefill;
@@ -13,10 +13,10 @@ if __name__ == "__main__":
     sys.path.insert(0, f"{sys.path[0]}/../..")  # run as a file, from any folder
 
 import csv
+from pathlib import Path
 
-from benchmarks.scale import (
+from chapters.scale import (
     H100,
-    ROOT,
     SHAPES,
     decode_seconds,
     format_seconds,
@@ -24,6 +24,8 @@ from benchmarks.scale import (
     token_operations,
 )
 from support.cli import CommandLine
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def models() -> None:

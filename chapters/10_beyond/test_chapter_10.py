@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.scale import H100, SHAPES, decode_seconds, token_operations
-from benchmarks.scale import prefill_seconds as floor_of_prefill
 from chapters.checking import assert_close, assert_keeps, assert_same
+from chapters.scale import H100, SHAPES, decode_seconds, token_operations
+from chapters.scale import prefill_seconds as floor_of_prefill
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import load_model, load_tokenizer
 from studies.replay import Request, hit_rates

@@ -52,7 +52,7 @@ PAGES = {  # by what `python3 -m chapters.builder` calls them
     "readme": [ROOT / "README.md"],
     "borrow": [ROOT / "borrow" / "README.md"],
     "studies": [ROOT / "studies" / "README.md"],
-    "benchmarks": [ROOT / "benchmarks" / "README.md", ROOT / "benchmarks" / "scale.md"],
+    "benchmarks": [ROOT / "benchmarks" / "README.md"],
     "pocket": [ROOT / "pocket" / "README.md"],
     **{str(int(folder.name[:2])): [folder / "README.md"] for folder in chapter_folders([])},
     "live": [],  # whose weights are made (live.py)

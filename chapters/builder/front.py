@@ -28,7 +28,7 @@ asked about a stored text of 1,200 tokens: first token after \
 {{ format(rows("recycling").figure("recycled", "first", model="smollm2", order="chat").value, ",.0f") }} instead of \
 {{ format(rows("recycling").figure("cold", "first", model="smollm2", order="chat").value, ",.0f") }} ms |
 | [`paged.py`](paged.py) | writes many texts at once, in shared blocks of cache | exact | 16 texts: \
-{{ format(record("benchmarks/results/*/requests.json").counts["16"].rows["paged.py"].times_as_fast, ".1f") }} \
+{{ paged_gain(16) }} \
 times as fast as one by one |
 | [`speculate.py`](speculate.py) | lets a small model draft what a large one checks | exact | 1,000 tokens in \
 {{ figure("speculation", "passes: exact:8", model="smollm2", mode="greedy") }} passes of the large model |
