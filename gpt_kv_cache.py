@@ -1,8 +1,8 @@
 """GPT-2 from scratch, with a KV cache: it reads every token once, and keeps its keys and values.
 What `diff gpt_baseline.py gpt_kv_cache.py` shows is the cache and nothing else: lines marked # NEW.
 
-`--compare` writes a text with and without the cache; `--compare --random 124M` is the experiment of
-Raschka's article: an untrained model, the prompt "Hello, I am", 200 tokens, both times, the ratio.
+`--compare` writes a text with and without the cache. Raschka's experiment, with an untrained model:
+`--compare --model random:124M --prompt "Hello, I am" --max-new-tokens 200`.
 
 Shapes: B batch, T tokens fed, S tokens attended to, L layers, H heads, D head size, C width
 (n_embd), V vocabulary.

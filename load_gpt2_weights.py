@@ -57,7 +57,7 @@ def load_model(
         model = random_model(model_class, name.removeprefix(RANDOM)).to(device, dtype)
         model = order_for_decoding(model)
     else:
-        checkpoint = open_checkpoint(name)
+        checkpoint = open_checkpoint(name_or_path)
         config_class = getattr(model_class, "config_class", None)
         config = read_config(checkpoint.config(), checkpoint.where, config_class)
         tensors = checkpoint.tensors()

@@ -224,7 +224,7 @@ class PublicModel(Folder):
 def open_checkpoint(name_or_path: str) -> Folder | GGUFFile:
     """Return what the model of a name or path is read from. A known name takes precedence over a folder of that name.
 
-    Raises ValueError if the model is unknown, OSError if its configuration can't be found or downloaded.
+    Raises ValueError if the model is unknown. Its files are looked for, or downloaded, when they are asked for.
     """
     name, _ = split_twin(name_or_path)
     path = Path(name)

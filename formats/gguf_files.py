@@ -30,7 +30,7 @@ from formats.tokenizers import (
 from support.files import regular_file, short_repr
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # a Mistral's file says llama
-NAMES = {
+TENSOR_NAMES = {
     "token_embd": "embed_tokens",
     "output_norm": "norm",
     "output": "lm_head",
@@ -231,7 +231,7 @@ def read_gguf_tensors(path: Path) -> dict[str, Tensor]:
         if part.startswith("blk."):
             _, layer, part = part.split(".", 2)
             prefix = f"layers.{layer}."
-        if part not in NAMES:
+        if part not in TENSOR_NAMES:
             raise ValueError(f"{path}: {tensor.name} is a tensor that isn't known")
         try:
             numbers = dequantized(tensor)
@@ -241,7 +241,7 @@ def read_gguf_tensors(path: Path) -> dict[str, Tensor]:
             n_head = heads[part] or config["num_attention_heads"]
             pairs = numbers.unflatten(0, (n_head, -1, 2))  # (heads, D / 2, 2, ...)
             numbers = pairs.transpose(1, 2).flatten(0, 2)
-        tensors[f"{prefix}{NAMES[part]}.{kind}"] = numbers
+        tensors[f"{prefix}{TENSOR_NAMES[part]}.{kind}"] = numbers
     return tensors
 
 

@@ -90,6 +90,8 @@ def split_twin(name_or_path: str) -> tuple[str, int]:
 def advice_on_name(name: str) -> str:
     """Return what a name that no model has could mean."""
     model, colon, bits = name.partition(":int")
+    if colon and re.fullmatch("[2-8]", bits):
+        return f"{name} is a twin already"
     if colon:
         return f"a twin has 2 to 8 bits, as in {model}:int4, got {bits!r}"
     known = [*POCKET, *PUBLIC, SMOLLM2]

@@ -48,7 +48,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     y = divided_product(rows, weight, threads)
     if bias is not None:
         y = y + bias
-    return y.view(*x.shape[:-1], -1)
+    return y.view(*x.shape[:-1], weight.size(1))
 
 
 def divided_product(rows: Tensor, weight: Tensor, threads: int) -> Tensor:
@@ -87,8 +87,14 @@ class Product(nn.Module):
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.to(self.weight.dtype)  # what attended in float32
         return multiply(x, self.weight, self.bias)  # (..., in) -> (..., out)
+
+
+class NarrowingProduct(Product):
+    """The product after HalfAttention, whose averages are in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
 
 
 class DecodingModel:
@@ -108,7 +114,7 @@ class HalfAttention:
 
     def forward(self, q: Tensor, *others: Tensor | None) -> Tensor:
         """others: keys and values, and the mask in the files that have one."""
-        if q.size(2) == 1 and q.device.type == "cpu":
+        if q.size(2) == 1 and q.device.type == "cpu" and q.dtype.itemsize == 2:
             q = q.float()
             others = tuple(
                 x.float() if x is not None and x.is_floating_point() else x for x in others
@@ -127,7 +133,8 @@ def order_for_decoding(model: nn.Module) -> nn.Module:
     this file, and return it.
 
     Shapes stay: in half precision a weight is then the transpose of a matrix in the right order. A model that is converted
-    to another dtype later computes the same, slowly.
+    to another dtype later computes what the lecture's class does, slowly. Its state_dict() can be saved; the model itself
+    can't be pickled, since its class is made here.
     """
     is_half = model.wte.weight.dtype.itemsize == 2
     for name, weight in model.named_parameters():
@@ -140,8 +147,10 @@ def order_for_decoding(model: nn.Module) -> nn.Module:
             for name, layer in part.named_children():
                 if name.startswith("c_"):  # a Conv1D
                     setattr(part, name, Product(layer.weight, layer.bias))
-        if is_half and not isinstance(block.attn, HalfAttention):
-            block.attn.__class__ = preceded(HalfAttention, type(block.attn))
+        if is_half:
+            block.attn.c_proj = NarrowingProduct(block.attn.c_proj.weight, block.attn.c_proj.bias)
+            if not isinstance(block.attn, HalfAttention):
+                block.attn.__class__ = preceded(HalfAttention, type(block.attn))
     if not isinstance(model, DecodingModel):
         model.__class__ = preceded(DecodingModel, type(model))
     return model

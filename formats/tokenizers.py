@@ -152,6 +152,8 @@ class LibraryTokenizer(Tokenizer):
         from tokenizers.processors import TemplateProcessing
 
         name = self.library.id_to_token(token)
+        if name is None:
+            raise ValueError(f"texts begin with token {token}, of a vocabulary of {self.n_vocab}")
         self.library.post_processor = TemplateProcessing(
             single=f"{name} $A", special_tokens=[(name, token)]
         )
@@ -165,7 +167,7 @@ class LibraryTokenizer(Tokenizer):
             return f"<|{token}|>".encode()
         if text in self.added_ids:
             return text.encode()
-        if self.byte_of:
+        if self.byte_of.keys() >= {*text}:
             return bytes(self.byte_of[char] for char in text)
         if byte := re.fullmatch("<0x([0-9A-F]{2})>", text):  # as SentencePiece writes a byte
             return bytes.fromhex(byte[1])

@@ -1,6 +1,7 @@
 """What the scripts' command lines share: options that several of them take, and errors in one sentence."""
 
 import argparse
+import math
 import os
 import sys
 import traceback
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from support.files import import_file
+from support.files import import_file, writable_folder, writable_target
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -177,6 +178,24 @@ def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
     return convert
 
 
+def temperature(text: str) -> float:
+    """Argument type: 0, or a finite number that logits can be divided by."""
+    value = float(text)
+    if value != 0 and not 1e-6 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be 0, or at least 1e-6 and finite, got {text}")
+    return value
+
+
+def output_file(text: str) -> Path:
+    """Argument type: a file that can be written, in a folder that exists or can be made."""
+    path = Path(text)
+    try:
+        writable_folder(writable_target(path).parent)
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return path
+
+
 def utf8(text: str) -> str:
     """Argument type: text without bytes that Python could not decode."""
     text.encode()
@@ -236,7 +255,7 @@ OPTIONS = {
     },
     "--temperature": {
         "default": 0.0,
-        "type": float,
+        "type": temperature,
         "metavar": "X",
         "help": "0, the default: always the likeliest token; higher: more random",
     },
@@ -266,7 +285,7 @@ OPTIONS = {
         "the teacher's twin with weights of 4 bits",
     },
     "--trace": {
-        "type": Path,
+        "type": output_file,
         "metavar": "FILE.html",
         "help": "also write a page that plays the text step by step",
     },

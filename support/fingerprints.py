@@ -14,8 +14,8 @@ PLAIN = (bool, int, float, str)
 
 
 def fingerprint(model: nn.Module, identity: str = "") -> str:
-    """Return a SHA-256 of a model's class, configuration, parameters and buffers. A subclass of a
-    lecture's model counts as that model.
+    """Return a SHA-256 of a model's class, configuration, parameters and buffers. A class by the name
+    of a lecture's model, or a subclass of one, counts as that model.
 
     Nothing else is noticed, such as a hook, an attribute that isn't in the configuration, the code
     of a class, or weights that aren't parameters: if keys or values depend on it, identity has to
@@ -31,7 +31,8 @@ def fingerprint(model: nn.Module, identity: str = "") -> str:
     classes = [kind.__name__ for kind in type(model).__mro__]
     if LECTURES.isdisjoint(classes):
         digest.update(f"class {classes[0]}; ".encode())
-    digest.update(identity.encode())
+    if identity:
+        digest.update(f"identity {identity}; ".encode())
     return digest.hexdigest()
 
 
