@@ -153,7 +153,7 @@ def order_for_decoding(model: nn.Module) -> nn.Module:
                 block.attn.__class__ = preceded(HalfAttention, type(block.attn))
     if not isinstance(model, DecodingModel):
         model.__class__ = preceded(DecodingModel, type(model))
-    return model
+    return model.train(model.training)  # the products, too
 
 
 def transposed_in_memory(weight: Tensor) -> Tensor:

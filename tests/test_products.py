@@ -88,6 +88,7 @@ def test_weights_keep_their_names_and_shapes(kind: type[nn.Module], dtype: torch
     lecture = new_model(kind).to(dtype)
     ours = order_for_decoding(order_for_decoding(new_model(kind).to(dtype)))  # twice is once
     assert isinstance(ours, kind) and type(ours).__name__ == kind.__name__
+    assert not any(module.training for module in ours.modules())
     named = dict(ours.named_parameters())
     assert [*named] == [name for name, _ in lecture.named_parameters()]
     for name, parameter in lecture.named_parameters():
