@@ -70,9 +70,9 @@ def test_commands_of_pages_exist() -> None:
         commands = r"python3 (-m (?:studies|benchmarks|chapters\.[a-z])(?:\.?\w+)*|(?!tests)[\w/]+\.py)([^|;&\n`#<]*)"
         for script, rest in re.findall(commands, text.replace("\\\n", " ")):
             known = help_of(script)
-            if first := re.search(r"\n +ACTION\n +(\w+)", known):
+            if default := re.search(r"\n  ACTION +default: (\w+)", known):
                 named = re.match(r" ([a-z]+)", rest)
-                known = help_of(f"{script} {(named or first)[1]}")
+                known = help_of(f"{script} {(named or default)[1]}")
             for option in re.findall(r"(?<=\s)--[a-z-]+", rest):
                 assert option in known, f"{path}: {script}{rest}"
 
