@@ -129,6 +129,10 @@ def default_student(teacher: str) -> str:
     return "pocket-student" if teacher == "pocket" else f"{teacher}:int4"
 
 
+def tokens_of(tokenizer: tiktoken.Encoding) -> list[bytes]:
+    return [tokenizer.decode_single_token_bytes(i) for i in range(tokenizer.n_vocab)]
+
+
 def load_pair(
     teacher: str,
     student: str,
@@ -142,8 +146,7 @@ def load_pair(
     tokenizers.
     """
     tokenizer, student_tokenizer = load_tokenizer(teacher), load_tokenizer(student)
-    tokens = tokenizer.decode_tokens_bytes(range(tokenizer.n_vocab))
-    if tokens != student_tokenizer.decode_tokens_bytes(range(student_tokenizer.n_vocab)):
+    if tokens_of(tokenizer) != tokens_of(student_tokenizer):
         raise ValueError(
             f"{teacher} and {student} don't share a tokenizer: of their {tokenizer.n_vocab:,} and "
             f"{student_tokenizer.n_vocab:,} tokens, some have one id and two texts"

