@@ -7,7 +7,6 @@ yields the greedy next tokens (B, 1), one after each step of its work, the first
 nbytes is then the size of its cache. A contender for many requests is a function that serves them.
 """
 
-import inspect
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -218,17 +217,10 @@ def always_mask(model: GPT) -> None:
         block.attn.register_forward_pre_hook(with_mask)
 
 
-ABLATIONS = {
-    "logits of all positions": compute_all_logits,
-    "softmax(q k) v written out": write_softmax_out,
-    "a mask in every pass, instead of is_causal": always_mask,
-}
-
-
-def ablated(setup: Setup, name: str) -> Ours:
+def ablated(setup: Setup, undo: Callable[[GPT], None]) -> Ours:
     """Return gpt_kv_cache.py without one of its choices."""
     runner = Ours(setup)
-    ABLATIONS[name](runner.model)
+    undo(runner.model)
     return runner
 
 
@@ -306,12 +298,6 @@ class CTranslate2:
             yield torch.tensor([[result.token_id] for result in step])
 
 
-def llama_cpp(setup: Setup, kind: str) -> LlamaCpp:
-    """Return llama.cpp with weights in F32, F16 or Q8_0."""
-    setup.check_cpu()
-    return LlamaCpp(setup.folder, kind)
-
-
 # --- Many requests of different lengths at once ---------------------------------------------------
 
 BLOCK_TOKENS, CHUNK_TOKENS = 16, 256  # tokens of a block, and of a prompt's pass
@@ -353,13 +339,9 @@ def serve_padded(model: Any, prompts: Prompts, limits: TokenLimits) -> Served:
 
 def serve_continuously(model: Any, prompts: Prompts, limits: TokenLimits) -> Served:
     """Decode all texts by transformers' continuous batching, which doesn't report the memory it
-    holds. Raises ValueError if this version has none with pages."""
+    holds. (Pages of a size that is chosen came with 5.24.)"""
     import transformers
 
-    if "page_size" not in inspect.signature(transformers.ContinuousBatchingConfig).parameters:
-        raise ValueError(
-            f"transformers {transformers.__version__} has no continuous batching with a page_size, as 5.24 has"
-        )
     generation = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
     config = transformers.ContinuousBatchingConfig(
         page_size=BLOCK_TOKENS,
@@ -422,9 +404,13 @@ LLAMAS = {
     **in_half_precision(LLAMA, llama),
     "llama_kv_cache.py, int8": partial(Int8, module=llama_kv_cache),
     **TRANSFORMERS,
-    **{f"llama.cpp, {kind}": partial(llama_cpp, kind=kind) for kind in ("F32", "F16", "Q8_0")},
+    **{f"llama.cpp, {kind}": partial(LlamaCpp, kind=kind) for kind in ("F32", "F16", "Q8_0")},
 }
-WITHOUT = {name: partial(ablated, name=name) for name in ABLATIONS}
+WITHOUT = {
+    "logits of all positions": partial(ablated, undo=compute_all_logits),
+    "softmax(q k) v written out": partial(ablated, undo=write_softmax_out),
+    "a mask in every pass, instead of is_causal": partial(ablated, undo=always_mask),
+}
 ONE_BY_ONE, PAGED = "gpt_kv_cache.py, one at a time", "paged.py"
 SERVERS = {  # how the model is made, and what serves requests with it
     ONE_BY_ONE: (Ours, one_at_a_time),

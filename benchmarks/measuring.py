@@ -132,8 +132,7 @@ def speed_of(limits: TokenLimits, seconds: float) -> Row:
 def machine_limits(setup: Setup) -> tuple[Row, Callable[[int], float]]:
     """Return this machine's limits in float32: the figures of a step that only reads a model's weights, and a function
     that returns the milliseconds that the matrix products of so many tokens of a prompt take alone."""
-    model, device = load_model(str(setup.folder), device=setup.device), setup.device
-    draw = partial(torch.rand, device=device)
+    model, draw = load_model(str(setup.folder)), partial(torch.rand, device=setup.device)
     matrix, vector = draw(8192, 16384), draw(1, 8192)  # 512 MiB
     calls = (
         lambda: matrix.sum(),
@@ -142,16 +141,20 @@ def machine_limits(setup: Setup) -> tuple[Row, Callable[[int], float]]:
     )
     bytes_per_ms = matrix.nbytes / min(time_in_ms(call)[0] for call in calls for _ in range(4))
     weight_bytes = 4 * sum(p.numel() for p in model.parameters())
-    shapes = [p.shape for p in model.h[0].parameters() if p.dim() == 2]
-    weights = [torch.rand(shape, device=device) for shape in shapes]
-    head = torch.rand(model.wte.weight.shape, device=device).t().contiguous()
+    weights = [draw(*p.shape) for p in model.h[0].parameters() if p.dim() == 2]
+    head = draw(model.config.n_embd, model.config.vocab_size)
+
+    def fastest_ms(weights: list[Tensor], tokens: int) -> float:
+        x = {len(weight): draw(tokens, len(weight)) for weight in weights}
+
+        def multiply() -> None:
+            for weight in weights:
+                x[len(weight)] @ weight
+
+        return min(time_in_ms(multiply)[0] for _ in range(3))
 
     def products_ms(tokens: int) -> float:
-        x = {len(weight): torch.rand(tokens, len(weight), device=device) for weight in weights}
-        last = torch.rand(1, len(head), device=device)
-        layer_ms = min(time_in_ms(lambda: [x[len(w)] @ w for w in weights])[0] for _ in range(3))
-        head_ms = min(time_in_ms(lambda: last @ head)[0] for _ in range(3))
-        return layer_ms * model.config.n_layer + head_ms
+        return model.config.n_layer * fastest_ms(weights, tokens) + fastest_ms([head], 1)
 
     return {"step_ms": weight_bytes / bytes_per_ms, "gb_per_s": bytes_per_ms / 1e6}, products_ms
 
