@@ -132,45 +132,40 @@ def test_servers_write_the_same_and_count_their_bytes(name: str, folder: Path) -
 # --- Turns and rows ---------------------------------------------------------------------------------
 
 
-def grows(path: Path, most: int, figures: dict) -> dict:
-    """A job of one cell, which takes longer in every turn and fails when it has run `most` times."""
-    n = len(path.read_text()) if path.exists() else 0
-    path.write_text("." * (n + 1))
-    return {"cell": {key: value(range(most)[n]) for key, value in figures.items()}}
+def test_figures_are_medians_ratios_of_the_same_turn_and_limits() -> None:
+    def turns(step: float, token: int) -> list[dict]:
+        slow = (1.0, 3.0, 2.0)  # the machine in three turns
+        rows = [{"tokens_per_s": 2e3 / (step * s), "first_ms": 2 * step * s} for s in slow]
+        return [row | {"waited": 0.3, "written": [[1, 1], [1, token]]} for row in rows]
 
-
-def test_figures_are_medians_ratios_of_the_same_turn_and_limits(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(measuring, "in_own_process", lambda _, call, *given: call(*given))
-    slow, setting = (1.0, 3.0, 2.0), {"texts": lambda _: 2, "tokens": lambda _: 100}
-
-    def job(name: str, step: float, token: int, most: int = 3) -> tuple:
-        figures = {
-            "tokens_per_s": lambda n: 2e3 / (step * slow[n]),
-            "first_ms": lambda n: 2 * step * slow[n],
-            "waited": lambda _: 0.3,
-            "written": lambda _: [[1, 1], [1, token]],
-        }
-        return grows, tmp_path / name, most, setting | figures
-
-    floor = {"tokens_per_s": lambda _: 40, "gb_per_s": lambda n: (10, 10, 10.2)[n]}
-    jobs = {BASE: job("base", 100, 2), "other": job("other", 150, 3), "bad": job("bad", 1, 2, 1)}
-    jobs["floor"] = (grows, tmp_path / "floor", 3, setting | floor)
-    rows = measuring.compare_with_limits(measuring.run_in_turns(jobs, [1], 3, needed=[BASE]))
-    ours, other, bad, floor = rows
+    base = turns(100, 2)
+    ours, other = (measuring.figures_of_turns(own, base) for own in (base, turns(150, 3)))
     assert ours["tokens_per_s"] == 10 and ours["times_as_fast"]["tokens_per_s"] == [1, 1, 1]
     assert other["times_as_fast"]["tokens_per_s"] == pytest.approx([100 / 150] * 3)
     assert other["times_as_fast"]["first_ms"] == pytest.approx([100 / 150] * 3)
     assert other["first_ms"] == 600 and ours["same_tokens"] and not other["same_tokens"]
-    assert measuring.writes_other_tokens(other) and bad["absent"].startswith("IndexError")
-    assert (tmp_path / "bad").read_text() == ".."  # not a third time
-    assert floor["gb_per_s"] == 10 and "times_as_fast" not in floor
+    limits = [{"tokens_per_s": 40, "gb_per_s": speed} for speed in (10, 10, 10.2)]
+    rows = [ours, other, measuring.figures_of_turns(limits, base)]
+    rows = [{"name": n, "threads": 1} | r for n, r in zip((BASE, "x", "floor"), rows, strict=True)]
+    _, other, floor = measuring.compare_with_limits(rows)
+    assert measuring.writes_other_tokens(other) and "times_as_fast" not in floor
+    assert floor["gb_per_s"] == 10 and floor["bandwidth_change"] == pytest.approx(0.02)
     assert floor["waited"] == pytest.approx(0.3) and measuring.is_disturbed(floor)
-    assert floor["bandwidth_change"] == pytest.approx(0.02)
     assert not measuring.is_disturbed(floor | {"waited": 0.0})
     assert not measuring.is_disturbed(floor | {"threads": 2})  # which wait for each other
     assert measuring.is_disturbed(floor | {"waited": 0.0, "bandwidth_change": 0.5})
+
+
+def fails_next_time(path: Path) -> dict:
+    path.write_text(path.read_text() + "." if path.exists() else ".")
+    return {"cell": {"tokens_per_s": 1.0, "written": [], "runs": [0][len(path.read_text()) - 1]}}
+
+
+@pytest.mark.slow
+def test_a_job_that_fails_is_left_out_and_said(tmp_path: Path) -> None:
+    jobs = {"bad": (fails_next_time, tmp_path / "runs")}
+    (row,) = measuring.run_in_turns(jobs, [1], 3, needed=[])
+    assert row["absent"].startswith("IndexError") and (tmp_path / "runs").read_text() == ".."
     with pytest.raises(ValueError, match="bad failed: IndexError"):
         measuring.run_in_turns(jobs, [1], 1, needed=["bad"])
 
