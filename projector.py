@@ -593,17 +593,12 @@ def logits_after(model: nn.Module, ids: list[int], cache: KVCache | None = None)
     return model(prompt, KVCache() if cache is None else cache, last_only=True)[0, -1]
 
 
-def read_all(model: nn.Module) -> FirstToken:
-    """Return the exact way to a first token."""
-    return lambda _, ids: logits_after(model, ids)
-
-
-def first_logits(library: Library, text: str, ids: list[int]) -> Tensor:
-    """Return the logits (V,) of a text's first new token: from summary tokens and the tail if a
-    stored prompt is similar enough, else by reading all."""
-    warm_cache = library.warm_start(text, ids)
+def first_logits(model: nn.Module, library: Library | None, text: str, ids: list[int]) -> Tensor:
+    """Return the logits (V,) of a text's first new token: from a library's summary tokens and the
+    tail if a stored prompt is similar enough, else by reading all."""
+    warm_cache = library.warm_start(text, ids) if library else None
     ids_to_read = ids if warm_cache is None else ids[-library.layout.tail :]
-    return logits_after(library.model, ids_to_read, warm_cache)
+    return logits_after(model, ids_to_read, warm_cache)
 
 
 def time_first_tokens(
@@ -646,13 +641,13 @@ def answer_question(
     prompt = torch.tensor([ids], device=exact.device)
     for name, library in [*libraries.items(), ("exactly", None)]:
         tokens = generate(model, prompt, max_new_tokens)
-        first_token = read_all(model)
         if library:
-            first_token, cache = partial(first_logits, library), library.warm_start(text, ids)
+            cache = library.warm_start(text, ids)
             if cache is None:
                 name += " (cold)"
             else:
                 tokens = generate_warm(model, prompt, cache, library.layout.tail, max_new_tokens)
+        first_token = partial(first_logits, model, library)
         milliseconds, logits = time_first_tokens(first_token, [(text, ids)])
         token = tokenizer.decode([int(logits.argmax())])
         figures = [f"{milliseconds:.1f} ms", f"{float(kl(exact, logits)):.2f}", repr(token)]
@@ -682,19 +677,18 @@ def demo(libraries: Libraries, tokenizer: tiktoken.Encoding) -> None:
     stored_logits = [logits_after(model, ids) for ids in stored]
     shared_ids = shared_beginning(stored)
     shared_cache = prefilled_cache(model, shared_ids)
-
-    def from_shared_beginning(_: str, ids: list[int]) -> Tensor:
-        return logits_after(model, ids[len(shared_ids) :], shared_cache.clone())
-
-    def from_neighbour(text: str, _: list[int]) -> Tensor:
-        return stored_logits[proposal.nearest(text)[0]]
-
-    ways = {
-        "cold: the prompt is read": read_all(model),
-        "rival: exact shared beginning, the rest read": from_shared_beginning,
-        "proposed: 8 projected summary tokens, 1 token read": partial(first_logits, proposal),
-        "ours: 1 summary token as stored, 16 tokens read": partial(first_logits, libraries[OURS]),
-        "control: the neighbour's logits": from_neighbour,
+    ways: dict[str, FirstToken] = {
+        "cold: the prompt is read": partial(first_logits, model, None),
+        "rival: exact shared beginning, the rest read": lambda _, ids: logits_after(
+            model, ids[len(shared_ids) :], shared_cache.clone()
+        ),
+        "proposed: 8 projected summary tokens, 1 token read": partial(
+            first_logits, model, proposal
+        ),
+        "ours: 1 summary token as stored, 16 tokens read": partial(
+            first_logits, model, libraries[OURS]
+        ),
+        "control: the neighbour's logits": lambda text, _: stored_logits[proposal.nearest(text)[0]],
     }
     questions = reworded_questions({*proposal.texts})
     similar = [text for text in questions if proposal.nearest(text)[1] >= proposal.threshold]
