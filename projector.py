@@ -33,7 +33,6 @@ import math
 import os
 import re
 import sys
-import threading
 import time
 import zlib
 from collections import Counter
@@ -71,6 +70,8 @@ QUERIES = 64  # of a prompt's last tokens, which are recorded
 STEPS = 200  # of L-BFGS, for each head
 START_PENALTY = 1e-2  # of the ridge regression on segment means from which L-BFGS starts
 shared_beginning = os.path.commonprefix  # of texts or lists, element by element
+# What a thread of low priority begins with, on systems where each thread has a priority of its own:
+LOWER_PRIORITY = partial(os.nice, 10) if sys.platform == "linux" else None
 MIN_SCALE = 1e-2  # of a feature, over the mean scale: near-constant ones aren't blown up
 
 
@@ -245,14 +246,6 @@ def padded_features(caches: Sequence[Tensor], layer: int, T: int) -> Tensor:
     return torch.stack(padded, 1)
 
 
-def feature_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean and the scale (H, T, 2 D) of features (H, N, T, 2 D), over the tokens that
-    are there."""
-    mean = x.nanmean(1).nan_to_num()
-    scale = (x - mean[:, None]).square().nanmean(1).nan_to_num().sqrt()
-    return mean, scale.clamp(min=float(MIN_SCALE * scale.mean()))
-
-
 def standardise(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     """Return features (H, N, T, 2 D) as vectors (H, N, F) in units of their scale, 0 where there is
     no token."""
@@ -332,7 +325,9 @@ class Compressor(HeadMaps):
         self.constant = torch.empty(L, H, m, 2 * D)  # the summary tokens of mean features
         for layer in tqdm(range(L), desc=f"stage 1, penalty {penalty:g}", leave=False):
             x = padded_features(caches, layer, T)
-            mean, scale = feature_statistics(x)
+            mean = x.nanmean(1).nan_to_num()  # over the tokens that are there
+            scale = (x - mean[:, None]).square().nanmean(1).nan_to_num().sqrt()
+            scale = scale.clamp(min=float(MIN_SCALE * scale.mean()))
             self.mean[layer], self.scale[layer] = mean, scale
             features = standardise(x, mean, scale)  # (H, N, F)
             data = zip(features, q[layer], output[layer], initial[layer], strict=True)
@@ -430,6 +425,15 @@ def checksum(description: dict[str, Any], tensors: dict[str, Tensor]) -> int:
     return crc
 
 
+# Fields of a library, and what its file calls them.
+SAVED = {
+    "texts": "texts",
+    "threshold": "threshold",
+    "match_names": "guard",
+    "shared_chars": "skip",
+}
+
+
 @dataclass
 class Library:
     """Stored prompts, with their embeddings and the summary tokens that a similar prompt starts
@@ -459,10 +463,7 @@ class Library:
 
     def add(self, text: str, summary: Tensor) -> None:
         """Store one more text with its summary tokens (L, 2, H, m, D). Raises ValueError, and stores
-        nothing, if their shape or the beginning of the text isn't that of the stored ones."""
-        shape = self.summaries.shape[1:]
-        if summary.shape != shape:
-            raise ValueError(f"summary tokens of shape {[*summary.shape]}, stored are {[*shape]}")
+        nothing, if it doesn't begin as the stored ones do."""
         if len(shared_beginning([*self.texts, text])) < self.shared_chars:
             raise ValueError(f"the text must share its first {self.shared_chars} characters")
         self.summaries = torch.cat([self.summaries, summary[None].to(self.summaries)])
@@ -503,18 +504,15 @@ class Library:
         """Write library.safetensors and library.json to a folder."""
         tensors = {
             "summaries": self.summaries.contiguous(),
-            "encoder.mean": self.encoder.mean.contiguous(),
+            "encoder.mean": self.encoder.mean,
             "encoder.weight": self.encoder.weight.contiguous(),
         }
         description = {
             "fingerprint": fingerprint(self.model),
             "layout": asdict(self.layout),
-            "threshold": self.threshold,
-            "guard": self.match_names,
-            "skip": self.shared_chars,
-            "tokens": list(self.encoder.column_of),
-            "texts": self.texts,
+            "tokens": [*self.encoder.column_of],
         }
+        description |= {key: getattr(self, name) for name, key in SAVED.items()}
         description["checksum"] = checksum(description, tensors)
         write_atomically(folder / "library.safetensors", lambda file: save_file(tensors, file))
         write_json(folder / "library.json", description)
@@ -536,16 +534,9 @@ class Library:
             )
         mean, weight = tensors["encoder.mean"], tensors["encoder.weight"]
         encoder = PairEncoder(tokenizer, description["tokens"], mean, weight)
-        return cls(
-            model,
-            Layout(**description["layout"]),
-            encoder,
-            description["texts"],
-            tensors["summaries"],
-            threshold=description["threshold"],
-            match_names=description["guard"],
-            shared_chars=description["skip"],
-        )
+        options = {name: description[key] for name, key in SAVED.items()}
+        layout, summaries = Layout(**description["layout"]), tensors["summaries"]
+        return cls(model, layout, encoder, summaries=summaries, **options)
 
 
 def generate_warm(
@@ -573,7 +564,7 @@ def generate_warm(
     stand_in = torch.cat([ids.new_zeros(1, len(warm_cache)), ids[:, T - tail :]], 1)
     warm_tokens = generate(model, stand_in, max_new_tokens, cache=warm_cache)
     written = [next(warm_tokens)]
-    with ThreadPoolExecutor(1, initializer=lower_thread_priority) as pool:
+    with ThreadPoolExecutor(1, initializer=LOWER_PRIORITY) as pool:
         exact_reading = pool.submit(prefilled_cache, model, ids[0].tolist())
         yield written[0]
         most = min(max_new_tokens, n_ctx - T) if until_ready else 1
@@ -583,12 +574,6 @@ def generate_warm(
         exact_cache = exact_reading.result()
     text = torch.cat([ids, *written], 1)
     yield from generate(model, text, max_new_tokens - len(written), cache=exact_cache)
-
-
-def lower_thread_priority() -> None:
-    """Give this thread a low priority, on systems where each thread has a priority of its own."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 # --- One question, and a demo ---------------------------------------------------------------------
@@ -601,13 +586,6 @@ FirstToken = Callable[[str, list[int]], Tensor]  # a text and its ids -> logits 
 Libraries = dict[str, Library]  # by way
 
 
-def load_libraries(model: nn.Module, tokenizer: tiktoken.Encoding, folder: Path) -> Libraries:
-    """Return the libraries that a study has stored in a folder, by name: the proposal's, if it is
-    there (its map may be too large), and ours. Raises as Library.load() does."""
-    ways = [PROPOSED, OURS] if (folder / PROPOSED).is_dir() else [OURS]
-    return {way: Library.load(model, tokenizer, folder / way) for way in ways}
-
-
 @torch.no_grad()
 def logits_after(model: nn.Module, ids: list[int], cache: KVCache | None = None) -> Tensor:
     """Return the logits (V,) of the token after ids, which follow a cache, if any."""
@@ -615,17 +593,12 @@ def logits_after(model: nn.Module, ids: list[int], cache: KVCache | None = None)
     return model(prompt, KVCache() if cache is None else cache, last_only=True)[0, -1]
 
 
-def read_all(model: nn.Module) -> FirstToken:
-    """Return the exact way to a first token."""
-    return lambda _, ids: logits_after(model, ids)
-
-
-def first_logits(library: Library, text: str, ids: list[int]) -> Tensor:
-    """Return the logits (V,) of a text's first new token: from summary tokens and the tail if a
-    stored prompt is similar enough, else by reading all."""
-    warm_cache = library.warm_start(text, ids)
+def first_logits(model: nn.Module, library: Library | None, text: str, ids: list[int]) -> Tensor:
+    """Return the logits (V,) of a text's first new token: from a library's summary tokens and the
+    tail if a stored prompt is similar enough, else by reading all."""
+    warm_cache = library.warm_start(text, ids) if library else None
     ids_to_read = ids if warm_cache is None else ids[-library.layout.tail :]
-    return logits_after(library.model, ids_to_read, warm_cache)
+    return logits_after(model, ids_to_read, warm_cache)
 
 
 def time_first_tokens(
@@ -668,13 +641,13 @@ def answer_question(
     prompt = torch.tensor([ids], device=exact.device)
     for name, library in [*libraries.items(), ("exactly", None)]:
         tokens = generate(model, prompt, max_new_tokens)
-        first_token = read_all(model)
         if library:
-            first_token, cache = partial(first_logits, library), library.warm_start(text, ids)
+            cache = library.warm_start(text, ids)
             if cache is None:
                 name += " (cold)"
             else:
                 tokens = generate_warm(model, prompt, cache, library.layout.tail, max_new_tokens)
+        first_token = partial(first_logits, model, library)
         milliseconds, logits = time_first_tokens(first_token, [(text, ids)])
         token = tokenizer.decode([int(logits.argmax())])
         figures = [f"{milliseconds:.1f} ms", f"{float(kl(exact, logits)):.2f}", repr(token)]
@@ -704,19 +677,18 @@ def demo(libraries: Libraries, tokenizer: tiktoken.Encoding) -> None:
     stored_logits = [logits_after(model, ids) for ids in stored]
     shared_ids = shared_beginning(stored)
     shared_cache = prefilled_cache(model, shared_ids)
-
-    def from_shared_beginning(_: str, ids: list[int]) -> Tensor:
-        return logits_after(model, ids[len(shared_ids) :], shared_cache.clone())
-
-    def from_neighbour(text: str, _: list[int]) -> Tensor:
-        return stored_logits[proposal.nearest(text)[0]]
-
-    ways = {
-        "cold: the prompt is read": read_all(model),
-        "rival: exact shared beginning, the rest read": from_shared_beginning,
-        "proposed: 8 projected summary tokens, 1 token read": partial(first_logits, proposal),
-        "ours: 1 summary token as stored, 16 tokens read": partial(first_logits, libraries[OURS]),
-        "control: the neighbour's logits": from_neighbour,
+    ways: dict[str, FirstToken] = {
+        "cold: the prompt is read": partial(first_logits, model, None),
+        "rival: exact shared beginning, the rest read": lambda _, ids: logits_after(
+            model, ids[len(shared_ids) :], shared_cache.clone()
+        ),
+        "proposed: 8 projected summary tokens, 1 token read": partial(
+            first_logits, model, proposal
+        ),
+        "ours: 1 summary token as stored, 16 tokens read": partial(
+            first_logits, model, libraries[OURS]
+        ),
+        "control: the neighbour's logits": lambda text, _: stored_logits[proposal.nearest(text)[0]],
     }
     questions = reworded_questions({*proposal.texts})
     similar = [text for text in questions if proposal.nearest(text)[1] >= proposal.threshold]
@@ -772,7 +744,10 @@ def main(argv: list[str] | None = None) -> None:
             )
         model = load_model(args.model, device=args.device, dtype=args.dtype)
         tokenizer = load_tokenizer(args.model)
-        libraries = load_libraries(model, tokenizer, Path(args.library or QUIZ_LIBRARY))
+        folder = Path(args.library or QUIZ_LIBRARY)
+        # The proposal's library isn't there if its map was too large.
+        ways = [PROPOSED, OURS] if (folder / PROPOSED).is_dir() else [OURS]
+        libraries = {way: Library.load(model, tokenizer, folder / way) for way in ways}
         if args.action == "ask":
             answer_question(libraries, tokenizer, args.question, args.max_new_tokens)
         else:

@@ -14,101 +14,92 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import argparse
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
-from benchmarks import batches, tables
-from benchmarks.contenders import Cell, geometry_of, measure_contender, measure_floors
-from benchmarks.report import FLOOR, Row, add_rows, floors_of_turns, run_in_turns
-from benchmarks.runners import BASE, CONTENDERS, LLAMA, LLAMAS, WITHOUT, Setup, exported
+from benchmarks import measuring, tables
+from benchmarks.contenders import (
+    BASE,
+    CONTENDERS,
+    LLAMA,
+    LLAMAS,
+    ONE_BY_ONE,
+    PAGED,
+    SERVERS,
+    WITHOUT,
+    Setup,
+)
+from benchmarks.measuring import BOUND, DECODED_TOKENS, FLOOR
 from formats.checkpoints import open_checkpoint
 from gpt_kv_cache import GPT
 from llama_kv_cache import Llama, LlamaConfig
 from load_gpt2_weights import load_model, random_model
+from pocket.checkpoints import export
 from support.cli import CommandLine, whole_number
 from support.conditions import SIZES, conditions
 from support.files import writable_folder
 from support.tables import page
 
-DECODED_TOKENS = 16  # tokens after each prompt
 LENGTHS = (128, 1000)  # tokens of prompts
 BATCH_SIZE = 8  # texts at once, after the shortest prompt
 THREADS = (1, 2)
 TURNS = 3
+REQUEST_COUNTS = (1, 4, 16, 64)
 LLAMA_GEOMETRY = "SmolLM2-135M"  # the geometry of a Llama
 MODELS = ("124M", LLAMA_GEOMETRY)
 CONDITIONS = ("model", "parameters", "device", "machine", "torch", "date")  # of a run, for its rows
 QUICK = (BASE, LLAMA, "transformers, DynamicCache", "llama.cpp, F32")
 
 
-def weights_folder(model: str) -> AbstractContextManager[Path]:
-    """Return a folder in Hugging Face format: of a known model, or of random weights of one of SIZES or LLAMA_GEOMETRY."""
-    if model == LLAMA_GEOMETRY:
-        torch.manual_seed(0)
-        return exported(Llama(LlamaConfig(n_ctx=1024)))
-    if model in SIZES:
-        return exported(random_model(GPT, model))
-    return nullcontext(open_checkpoint(model).path)
+def weights_folder(model: str, folder: Path) -> Path:
+    """Return a folder in Hugging Face format: of a known model, or of random weights of one of SIZES or LLAMA_GEOMETRY,
+    which are written to the folder given."""
+    if model not in (*SIZES, LLAMA_GEOMETRY):
+        return open_checkpoint(model).path
+    torch.manual_seed(0)
+    is_llama = model == LLAMA_GEOMETRY
+    random = Llama(LlamaConfig(n_ctx=1024)) if is_llama else random_model(GPT, model)
+    export(random, folder, torch.float32)
+    return folder
 
 
-def measure(
-    args: argparse.Namespace, folder: Path, names: Sequence[str], cells: Sequence[Cell]
-) -> list[Row]:
-    """Measure contenders, the first of which ratios are relative to, with each number of threads in each cell; return
-    their rows, and those of the machine's limits. A contender that fails is left out, and "absent" says why. Raises
-    ValueError if our own file fails, or if the longest prompt and its new tokens exceed the context."""
-    geometry, setup = geometry_of(folder), Setup(folder, args.on)
-    longest, n_ctx = max(T for _, T in cells), geometry["n_ctx"]
-    if longest + DECODED_TOKENS > n_ctx:
-        raise ValueError(f"{longest} tokens and {DECODED_TOKENS} more exceed the context, {n_ctx}")
-    arguments = setup, cells, geometry["vocab_size"], DECODED_TOKENS
-    jobs = {name: (measure_contender, name, *arguments) for name in names}
-    jobs[FLOOR] = (measure_floors, args.on, geometry, {B * T for B, T in cells})
-    rows, floor_turns = run_in_turns(jobs, args.threads, args.turns, needed=[names[0]])
-    for threads, turns in floor_turns.items():
-        measured = [row for row in rows if row["threads"] == threads and "absent" not in row]
-        rows += floors_of_turns(measured, turns, geometry["weights"])
-    for row in rows:
-        if "step_ms" in row:
-            row["tokens_per_s"] = 1e3 * row["texts"] / row["step_ms"]
-    return rows
-
-
-def compare(args: argparse.Namespace, folder: Path) -> list[Row]:
-    """Measure all implementations, or those asked for, after one text of each length, and after several of the shortest."""
-    contenders = LLAMAS if "rope_theta" in geometry_of(folder) else CONTENDERS
-    wanted = [name for name in contenders if name in (args.only or contenders)]
-    if not wanted:
+def jobs_of(args: argparse.Namespace, setup: Setup, model: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """Return what runs in turns, by name, as measuring.run_in_turns() takes it. Raises ValueError if the longest prompt
+    and its new tokens exceed the context, or if no contender is for this model."""
+    vocab_size, n_ctx = model.config.vocab_size, model.config.n_ctx
+    if args.task == "requests":
+        counts = sorted({*args.requests}) or REQUEST_COUNTS
+        requests = {n: measuring.draw_requests(n, vocab_size, n_ctx) for n in counts}
+        jobs = {name: (measuring.measure_server, name, setup, requests) for name in SERVERS}
+        return jobs | {BOUND: (measuring.measure_bound, setup, requests)}
+    lengths = sorted({*args.lengths})
+    if lengths[-1] + DECODED_TOKENS > n_ctx:
+        raise ValueError(
+            f"{lengths[-1]} tokens and {DECODED_TOKENS} more exceed the context, {n_ctx}"
+        )
+    cells = [(1, T) for T in lengths]
+    contenders = LLAMAS if isinstance(model, Llama) else CONTENDERS
+    names = [BASE, *WITHOUT]
+    if args.task == "speed":
+        cells.append((BATCH_SIZE, lengths[0]))
+        names = [name for name in contenders if name in (args.only or contenders)]
+    if not names:
         raise ValueError(
             f"--only {args.only[0]} is for other models: here are {'; '.join(contenders)}"
         )
     base = LLAMA if contenders is LLAMAS else BASE
-    lengths = sorted({*args.lengths})
-    cells = [*((1, T) for T in lengths), (BATCH_SIZE, lengths[0])]
-    return measure(args, folder, [*dict.fromkeys([base, *wanted])], cells)
-
-
-def ablate(args: argparse.Namespace, folder: Path) -> list[Row]:
-    """Measure our own choices one by one."""
-    return measure(args, folder, [BASE, *WITHOUT], [(1, T) for T in sorted({*args.lengths})])
-
-
-def serve(args: argparse.Namespace, folder: Path) -> list[Row]:
-    """Measure requests of different lengths at once."""
-    setup, counts = Setup(folder, args.on), sorted({*args.requests}) or batches.REQUEST_COUNTS
-    return batches.measure_requests(setup, geometry_of(folder), args.threads, args.turns, counts)
-
-
-TASKS = {"speed": compare, "ablation": ablate, "requests": serve}
+    names = dict.fromkeys([base, *names])
+    jobs = {name: (measuring.measure_contender, name, setup, cells) for name in names}
+    return jobs | {FLOOR: (measuring.measure_floors, setup, cells)}
 
 
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, example="python3 -m benchmarks --quick")
     cli.prog = "python3 -m benchmarks"
-    names = [*(CONTENDERS | LLAMAS)]
     cli.add_argument(
         "--model",
         nargs="+",
@@ -116,6 +107,7 @@ def main(argv: list[str] | None = None) -> None:
         help=f"random weights of the size of {', '.join(SIZES)} or {LLAMA_GEOMETRY}, or a model's name or folder; "
         f"default: {' '.join(MODELS)}, and with --ablate and --requests {MODELS[0]}",
     )
+    names = [*(CONTENDERS | LLAMAS)]
     task = cli.add_mutually_exclusive_group()
     task.add_argument(
         "--only",
@@ -134,7 +126,7 @@ def main(argv: list[str] | None = None) -> None:
         nargs="+",
         type=whole_number(2),
         metavar="N",
-        help=f"lengths of prompts in tokens; default: {' '.join(map(str, LENGTHS))}",
+        help=f"lengths of prompts in tokens; default: {LENGTHS[0]} {LENGTHS[1]}",
     )
     cli.add_argument(
         "--turns",
@@ -147,7 +139,7 @@ def main(argv: list[str] | None = None) -> None:
         nargs="+",
         type=whole_number(1, 1024),
         metavar="N",
-        help=f"CPU threads; default: {' '.join(map(str, THREADS))}, and with --ablate, --requests and --on cuda 1",
+        help="CPU threads; default: 1 2, and with --ablate, --requests and --on cuda 1",
     )
     cli.add_argument(
         "--out",
@@ -163,35 +155,37 @@ def main(argv: list[str] | None = None) -> None:
         nargs="*",
         type=whole_number(1),
         metavar="N",
-        help="measure N requests at once instead; default: "
-        f"{' '.join(map(str, batches.REQUEST_COUNTS))}",
+        help=f"measure N requests at once instead; default: {' '.join(map(str, REQUEST_COUNTS))}",
     )
     with cli.parse(argv) as args:
         if args.on == "cuda" and not torch.cuda.is_available():
             raise ValueError("--on cuda: PyTorch finds none; try --on cpu")
-        if args.requests is not None and args.lengths:
-            raise ValueError("--requests has no --lengths: see --help")
-        if args.quick:
-            args.only, args.lengths, args.turns = (
-                QUICK,
-                args.lengths or LENGTHS[:1],
-                args.turns or 1,
-            )
-        args.lengths, args.turns = args.lengths or LENGTHS, args.turns or TURNS
-        task = "speed"
+        args.task, models, threads = "speed", MODELS, (1, 2)
         if args.ablate:
-            task = "ablation"
+            args.task = "ablation"
         if args.requests is not None:
-            task = "requests"
-        is_speed = task == "speed"
-        args.threads = args.threads or (THREADS if is_speed and args.on == "cpu" else [1])
-        for name in args.model or (MODELS if is_speed else MODELS[:1]):
-            with weights_folder(name) as folder:
-                described = conditions(name, load_model(str(folder), device=args.on))
-                described = {key: described[key] for key in CONDITIONS} | {"turns": args.turns}
-                rows = [described | row for row in TASKS[task](args, folder)]
-            add_rows(args.out / f"{task}.jsonl", rows)
-            print(page(tables.REPORTS[task](rows)), end="\n\n")
+            args.task = "requests"
+            if args.lengths:
+                raise ValueError("--requests has no --lengths: see --help")
+        if args.task != "speed":
+            models = MODELS[:1]
+        if args.task != "speed" or args.on == "cuda":
+            threads = [1]
+        args.only = QUICK if args.quick else args.only
+        args.lengths = args.lengths or (LENGTHS[:1] if args.quick else LENGTHS)
+        args.turns = args.turns or (1 if args.quick else TURNS)
+        needed = [ONE_BY_ONE, PAGED, BOUND] if args.task == "requests" else [BASE, LLAMA, FLOOR]
+        for name in args.model or models:
+            with tempfile.TemporaryDirectory() as folder:
+                setup = Setup(weights_folder(name, Path(folder)), args.on)
+                model = load_model(str(setup.folder), device=args.on)
+                run = conditions(name, model)
+                run = {key: run[key] for key in CONDITIONS} | {"turns": args.turns}
+                jobs = jobs_of(args, setup, model)
+                rows = measuring.run_in_turns(jobs, args.threads or threads, args.turns, needed)
+            rows = [run | row for row in measuring.compare_with_limits(rows)]
+            measuring.add_rows(args.out / f"{args.task}.jsonl", rows)
+            print(page(tables.REPORTS[args.task](rows)), end="\n\n")
         print(f"Written to {args.out}")
 
 

@@ -74,13 +74,15 @@ class LlamaCpp:
     """llama.cpp with weights in float32 and a cache in float32; or, as its users have them, weights in float16 or in
     8 bits (Q8_0), and its default cache, in float16. The bytes of its cache are by formula."""
 
-    def __init__(self, folder: Path, kind: str = "F32") -> None:
+    def __init__(self, setup: Any, kind: str = "F32") -> None:
+        """setup: of the contenders; kind: of the weights, F32, F16 or Q8_0."""
+        setup.check_cpu()
         import gguf
         import llama_cpp
         from transformers import AutoModelForCausalLM
 
         self.library = llama_cpp
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(setup.folder, dtype=torch.float32)
         self.config = model.config
         self.written = tempfile.TemporaryDirectory()  # the file is mapped while it decodes
         file = Path(self.written.name) / "model.gguf"

@@ -5,13 +5,16 @@ from collections.abc import Callable
 from benchmarks import tables
 
 FUNCTIONS: dict[str, Callable[..., object]] = {  # what the marks of pages may call
-    "benchmark": tables.benchmark,
-    "by_threads": tables.by_threads,
-    "paged_gain": tables.paged_gain,
-    "processors": tables.processors,
-    "recorded": tables.recorded,
-    "shown": tables.shown,
-    "times": tables.times,
+    function.__name__: function
+    for function in (
+        tables.benchmark,
+        tables.by_threads,
+        tables.paged_gain,
+        tables.processors,
+        tables.recorded,
+        tables.shown,
+        tables.times,
+    )
 }
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import projector
 from gpt_kv_cache import GPT
 from llama_kv_cache import rotate, rotation
 from load_gpt2_weights import load_model, load_tokenizer
@@ -28,7 +27,6 @@ from studies.projection import segments, ways
 from studies.projection import study as projection
 from studies.projection.segments import SegmentMap, measure_segments, summarize
 from studies.projection.ways import (
-    PROPOSED,
     TRUE_POSITIONS,
     Trial,
     Way,
@@ -94,6 +92,10 @@ def test_identity_of_one_query_read_from_its_own_summary_tokens(model: nn.Module
     segments = measure_segments(exact, layout)
     stored = summarize(segments, penalty=1e-9)
     close(after_summary(model, exact, stored, layout), exact.logits, 1e-3)
+    others = tail_queries(prefill(model, prompt(60, seed=1)), 40)
+    with_bank = measure_segments(exact, layout, others)
+    close(summarize(with_bank, bank_weight=0.0), summarize(segments))
+    assert (summarize(with_bank) - summarize(segments)).abs().max() > 0.01
     plain = after_summary(model, exact, segments.pooled, layout)
     assert (plain - exact.logits).abs().max() > 0.05  # segment means alone are not that
 
@@ -115,16 +117,6 @@ def test_by_the_rule_of_the_proposal_turned_summary_tokens_directly_precede_the_
             close(pooled[:, :, j], expected, 1e-3)
 
 
-def test_a_bank_of_no_weight_changes_nothing() -> None:
-    model, layout = MODELS["learned"], Layout(3, tail=2)
-    exact = prefill(model, prompt(50))
-    others = tail_queries(prefill(model, prompt(60, seed=1)), 40)
-    alone = summarize(measure_segments(exact, layout))
-    with_bank = measure_segments(exact, layout, others)
-    close(summarize(with_bank, bank_weight=0.0), alone)
-    assert (summarize(with_bank) - alone).abs().max() > 0.1
-
-
 def test_the_map_of_segments_reads_better_than_segment_means_on_its_own_prompts(
     model: nn.Module,
 ) -> None:
@@ -144,12 +136,6 @@ def test_the_map_of_segments_reads_better_than_segment_means_on_its_own_prompts(
     assert SegmentMap.fit(prompts, [f"{i // 2}" for i in range(12)]).penalty in PENALTIES
 
 
-def test_the_loss_of_stage_1_grows_with_the_penalty(model: nn.Module) -> None:
-    prompts = [prefill(model, prompt(20 + i, seed=i)) for i in range(6)]
-    fitted, heavy = (Compressor(prompts, 3, penalty, steps=30) for penalty in (1e-5, 1e5))
-    assert 10 * reading_error(fitted, prompts) < reading_error(heavy, prompts)
-
-
 # --- What is fitted, and on what ----------------------------------------------------------------------
 
 
@@ -161,24 +147,29 @@ def test_nothing_is_fitted_on_what_is_tested(trial: Trial, monkeypatch: pytest.M
     for fitted in (trial.train, trial.stage_1_prompts, trial.bank_prompts, paired):
         assert splits(fitted) == {"train"}
     assert all(a is not b and a.family == b.family for a, b in trial.pairs)
-    for split in ("test", "valid"):
-        stored = trial.stored_prompts(split)
-        assert splits(stored) == {split, "train"}
-        assert splits(trial.stored_prompts(split, False)) == {"train"}
-        for query, relative in trial.queries(split):
-            assert query.family.startswith(split) and query not in stored
-            assert relative is None or (relative in stored and relative.family == query.family)
-            assert (relative is None) == (int(query.family.split("/")[1]) % 5 == 0)
+    stored = trial.stored_prompts("test")
+    assert splits(stored) == {"test", "train"}
+    assert splits(trial.stored_prompts("test", False)) == {"train"}
+    for query, relative in trial.queries("test"):
+        assert query.family.startswith("test") and query not in stored
+        assert relative is None or (relative in stored and relative.family == query.family)
+        assert (relative is None) == (int(query.family.split("/")[1]) % 5 == 0)
     asked, queries = [], trial.queries
     monkeypatch.setattr(trial, "queries", lambda split: (asked.append(split), queries(split))[1])
     tau, area = projection.choose_tau(trial)
     assert asked == ["valid", "valid"] and 0 < tau <= 1.0001 and area > 0.5
 
 
-def test_penalties_are_chosen_by_family(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_penalties_are_chosen_by_family_and_have_the_least_error(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
     grouped: list[list[str]] = []
+    read = trial.stage_1_prompts[:6]
+    fitted, heavy = (Compressor([p.exact for p in read], 3, x, steps=10) for x in (1e-5, 1e5))
+    light_error, heavy_error = (reading_error(c, [p.exact for p in read]) for c in (fitted, heavy))
+    assert 10 * light_error < heavy_error
 
-    def recording(error: object, groups: list[str]) -> float:
+    def recording(error: object, groups: list[str], *_: object) -> float:
         grouped.append([*groups])
         return 1.0
 
@@ -188,46 +179,14 @@ def test_penalties_are_chosen_by_family(trial: Trial, monkeypatch: pytest.Monkey
     fresh = replace(TRUE_POSITIONS, tail=2)
     trial.segment_map(fresh)
     trial.stage_2(fresh, trial.own_summary)
+    trial.stage_2(
+        replace(fresh, m=4), trial.own_summary
+    )  # whose penalty is that of the proposal's m
+    trial.stage_1_penalty.__wrapped__()
     families = [p.family for p in trial.train]
     PairEncoder.fit(trial.tokenizer, [p.text for p in trial.train], families)
-    assert grouped == [
-        [p.family for p in trial.stage_1_prompts],
-        [p.family for p, _ in trial.pairs],
-        families,
-    ]
-
-
-def test_other_numbers_of_summary_tokens_have_the_penalties_of_the_proposals(
-    trial: Trial, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layout = replace(PROPOSED, m=4)
-    written = trial.ways["written"].summary
-    assert written(trial.train[0], layout).shape[-2] == 4
-    assert not trial.can_vary_written(4)  # a reduced run, of pocket's prompts
-
-    def validate(*_: object) -> float:
-        return next(penalties)
-
-    monkeypatch.setattr(trial, "quick_steps", 0)
-    assert not trial.can_vary_written(4)
-    monkeypatch.setattr(trial, "kind", "mine")
-    assert trial.can_vary_written(4) and not trial.can_vary_written(10**6)
-    monkeypatch.setattr(projector, "STEPS", 1)
-    monkeypatch.setattr(ways, "cross_validate", validate)
-    penalties = iter([0.5, 0.25])  # each stage's is found once
-    for made_once in (trial.stage_1_penalty, trial.stage_2_penalty):
-        made_once.cache_clear()
-    trial.drop_large_maps()
-    found = []
-    for m in (PROPOSED.m, 4):
-        stage_2 = trial.stage_2(replace(PROPOSED, m=m), trial.summary_as_written)
-        found.append(
-            (trial.compressor(m).constant.size(2), trial.compressor(m).penalty, stage_2.penalty)
-        )
-        trial.drop_large_maps()
-    for made_once in (trial.stage_1_penalty, trial.stage_2_penalty):
-        made_once.cache_clear()
-    assert found == [(PROPOSED.m, 0.5, 0.25), (4, 0.5, 0.25)]
+    of_stage_1 = [p.family for p in trial.stage_1_prompts]
+    assert grouped == [of_stage_1, [p.family for p, _ in trial.pairs], of_stage_1, families]
 
 
 def write_pairs(path: Path, families: int) -> Path:
@@ -287,11 +246,8 @@ def test_learned_summary_tokens_are_better_than_their_start(trial: Trial) -> Non
 def test_a_figure_is_what_it_says(trial: Trial) -> None:
     (prompt, source), way = trial.related_pairs("test")[0], trial.ways["raw-8:4"]
     found = projection.first_token_worth(trial, way, prompt, source)
-    cache = cache_of_summary(
-        trial.model, trial.own_summary(source, way.layout), len(prompt.ids) - 4
-    )
-    with torch.no_grad():
-        logits = trial.model(torch.tensor([prompt.ids[-4:]]), cache)[0, -1]
+    summary = trial.own_summary(source, way.layout)
+    logits = after_summary(trial.model, prompt.exact, summary, way.layout)
     p, q = prompt.exact.logits.log_softmax(-1), logits.log_softmax(-1)
     assert found["kl"] == pytest.approx(float((p.exp() * (p - q)).sum()), rel=1e-3, abs=1e-5)
     other = next(p for p, _ in trial.related_pairs("test") if p.answer != prompt.answer)

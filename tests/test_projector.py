@@ -1,5 +1,6 @@
 """The two ridge regressions against references, summary tokens that are exact where they must be, an exact swap."""
 
+import dataclasses
 import math
 import random
 import re
@@ -48,6 +49,10 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(50), k=length)
 
 
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def close(got: Tensor, expected: Tensor, tolerance: float = 1e-4) -> None:
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
@@ -59,15 +64,14 @@ def as_ids(tokens: Iterable[Tensor]) -> list[int]:
 # --- Ridge ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("n", "features"), [(5, 40), (40, 5), (12, 12), (1, 3), (3, 1)])
+@pytest.mark.parametrize(("n", "features"), [(5, 40), (40, 5), (12, 12), (1, 3)])
 @pytest.mark.parametrize("penalty", [1e-6, 0.1, 10.0])
-def test_ridge_solves_the_normal_equations(n: int, features: int, penalty: float) -> None:
-    generator = torch.Generator().manual_seed(n)
-    x = torch.randn(2, 3, n, features, generator=generator, dtype=torch.double)
-    y = torch.randn(2, 3, n, 4, generator=generator, dtype=torch.double)
-    unit = x.square().sum((-2, -1), keepdim=True) / features
-    penalised = x.mT @ x + penalty * unit * torch.eye(features, dtype=torch.double)
-    torch.testing.assert_close(penalised @ ridge(x, y, penalty), x.mT @ y)
+def test_ridge_is_augmented_least_squares(n: int, features: int, penalty: float) -> None:
+    x, y = (torch.randn(2, n, width, generator=seeded(n)).double() for width in (features, 4))
+    scale = (penalty * x.square().sum((-2, -1)) / features).sqrt()[:, None, None]
+    rows = torch.cat([x, scale * torch.eye(features)], 1)
+    expected = torch.linalg.lstsq(rows, torch.cat([y, torch.zeros(2, features, 4)], 1)).solution
+    torch.testing.assert_close(ridge(x, y, penalty), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_cross_validation_keeps_families_together_and_finds_the_least_error() -> None:
@@ -89,16 +93,9 @@ def test_cross_validation_keeps_families_together_and_finds_the_least_error() ->
 # --- Stage 1 --------------------------------------------------------------------------------------------------------
 
 
-def test_a_prefill_keeps_the_last_output_and_the_queries_of_a_tail(model: nn.Module) -> None:
-    exact = prefill(model, prompt(80))
-    close(model.head(exact.hidden[None, None])[0, 0], exact.logits)
-    group = exact.q.size(1) // exact.kv.size(2)
-    assert tail_queries(exact, 64).shape == (3, 2, 64 * group, 8)
-
-
 def test_the_map_in_the_span_is_an_optimum_of_all_dense_maps() -> None:
     N, F, m, D = 7, 30, 2, 3
-    draw = partial(torch.randn, generator=torch.Generator().manual_seed(3), dtype=torch.double)
+    draw = partial(torch.randn, generator=seeded(3), dtype=torch.double)
     x = draw(N, F)
     q, out = draw(N, 2, D), draw(N, 2, D)
     start = draw(N, m, 2 * D)
@@ -116,29 +113,25 @@ def test_the_map_in_the_span_is_an_optimum_of_all_dense_maps() -> None:
     assert all(gradient.abs().max() < 1e-6 for gradient in gradients)
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def compressed(request: pytest.FixtureRequest) -> tuple[Compressor, list[module.Prefill]]:
-    """Stage 1 of 3 summary tokens, and the 12 prompts of 18 to 24 tokens that it was fitted on."""
-    model = MODELS[request.param]
+def test_stage_1_reads_its_own_prompts_as_their_caches_are_read(
+    model: nn.Module, tmp_path: Path
+) -> None:
     prompts = [prefill(model, prompt(18 + i % 7, seed=i)) for i in range(12)]
-    return Compressor(prompts, 3, 1e-4), prompts
-
-
-def test_stage_1_reads_its_own_prompts_as_their_caches_are_read(compressed: tuple) -> None:
-    compressor, prompts = compressed
+    compressor, path = Compressor(prompts, 3, 1e-4), tmp_path / "maps.safetensors"
     summaries = compressor(prompts)
-    assert summaries.shape == (12, 3, 2, 2, 3, 8)
-    assert compressor.weight.shape == (3, 2, 23 * 16, 3 * 16)
+    assert compressor.weight.shape == (3, 2, 23 * 16, 3 * 16)  # from the longest prompt's tokens
     for exact, summary in zip(prompts, summaries, strict=True):
         got = attention_output(tail_queries(exact), *summary.unbind(1))
         k, v = exact.kv[..., :-1, :].unbind(1)
         raw = exact.q[:, :, -1].unflatten(1, (2, -1)) @ k.mT / math.sqrt(8)
         close(got, raw.softmax(-1) @ v, 0.2)
-
-
-def test_stage_1_refuses_what_it_has_no_columns_for(compressed: tuple) -> None:
-    compressor, prompts = compressed
-    model = prompts[0].model
+    compressor.save(path)
+    again = Compressor.load(path, model)
+    assert torch.equal(again(prompts), summaries) and float(again.penalty) == pytest.approx(1e-4)
+    with pytest.raises(ValueError, match="another model or dtype"):
+        Compressor.load(path, model_of(of_kind("Llama", CONFIG), 1))
+    with pytest.raises(ValueError, match="no projector: it holds constant, mean"):
+        Projector.load(path)
     with pytest.raises(ValueError, match="24 tokens before its last, the map's longest 23"):
         compressor([prefill(model, prompt(25))])
     with pytest.raises(ValueError, match="3 summary tokens can't stand for 2 tokens"):
@@ -148,41 +141,20 @@ def test_stage_1_refuses_what_it_has_no_columns_for(compressed: tuple) -> None:
 # --- Stage 2 --------------------------------------------------------------------------------------------------------
 
 
-def some_summaries(n: int, m: int = 2) -> Tensor:
-    return torch.randn(n, 2, 2, 3, m, 4, generator=torch.Generator().manual_seed(0))
-
-
-def test_a_linear_relation_is_found_per_head_and_a_large_penalty_gives_the_mean() -> None:
-    x = some_summaries(200)
-    turn = torch.linalg.qr(torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(3)))[0]
+def test_stage_2_is_linear_in_each_head_and_a_large_penalty_gives_the_mean(tmp_path: Path) -> None:
+    x, path = torch.randn(200, 2, 2, 3, 2, 4, generator=seeded(0)), tmp_path / "map.safetensors"
+    turn = torch.linalg.qr(torch.randn(3, 16, 16, generator=seeded(3)))[0]
     flat = x.permute(0, 1, 3, 2, 4, 5).flatten(3)  # (N, L, H, F)
     y = torch.einsum("nlhf,hfg->nlhg", flat, turn) + 0.7  # another map for every head
     y = y.view(200, 2, 3, 2, 2, 4).permute(0, 1, 3, 2, 4, 5)
     fitted = Projector(x[:150], y[:150], 1e-4)
     close(fitted(x[150:]), y[150:], 1e-2)
-    heavy = Projector(x, y, 1e12)(x[:3])
-    means = y.mean(0).expand(3, *y.shape[1:])
-    close(heavy, means, 1e-3)
-
-
-def test_saved_maps_come_back_exactly(tmp_path: Path) -> None:
-    model, x, path = MODELS["grouped"], some_summaries(20), tmp_path / "maps.safetensors"
-    prompts = [prefill(model, prompt(n, n)) for n in (6, 8, 9)]
-    compressor = Compressor(prompts, 3, 1e-4, steps=2)
-    compressor.save(path)
-    again = Compressor.load(path, model)
-    assert torch.equal(again(prompts), compressor(prompts))
-    assert float(again.penalty) == pytest.approx(1e-4)
-    with pytest.raises(ValueError, match="another model or dtype"):
-        Compressor.load(path, model_of(of_kind("Llama", CONFIG), 1))
-    with pytest.raises(ValueError, match="no projector: it holds constant, mean"):
-        Projector.load(path)
-    projector = Projector(x[:10], x[10:], 0.1)
-    projector.save(path)
+    close(Projector(x, y, 1e12)(x[:3]), y.mean(0).expand(3, *y.shape[1:]), 1e-3)
+    fitted.save(path)
     again = Projector.load(path)
-    assert torch.equal(again(x), projector(x)) and float(again.penalty) == pytest.approx(0.1)
+    assert torch.equal(again(x), fitted(x)) and float(again.penalty) == pytest.approx(1e-4)
     with pytest.raises(ValueError, match="no compressor: it holds mean, offset"):
-        Compressor.load(path, model)
+        Compressor.load(path, MODELS["learned"])
 
 
 # --- The swap -------------------------------------------------------------------------------------------------------
@@ -194,9 +166,12 @@ def warm_cache(model: nn.Module, ids: list[int], layout: Layout, seed: int = 5) 
     return cache_of_summary(model, other.kv, layout.tail_position(len(ids)))
 
 
-def warm(model: nn.Module, ids: list[int], n: int, layout: Layout) -> Iterator[Tensor]:
+def warm(
+    model: nn.Module, ids: list[int], n: int, layout: Layout, until_ready: bool = False
+) -> Iterator[Tensor]:
     """Tokens after a warm start from summary tokens and the tail of ids."""
-    return generate_warm(model, torch.tensor([ids]), warm_cache(model, ids, layout), layout.tail, n)
+    cache = warm_cache(model, ids, layout)
+    return generate_warm(model, torch.tensor([ids]), cache, layout.tail, n, until_ready)
 
 
 @pytest.mark.parametrize("true_positions", [True, False])
@@ -205,9 +180,8 @@ def test_identity_of_all_tokens_after_the_swap(
     model: nn.Module, length: int, true_positions: bool
 ) -> None:
     ids, layout = prompt(length), Layout(3, 2, true_positions=true_positions)
-    alone = warm_cache(model, ids, layout)
-    stand_in = torch.tensor([[*([0] * len(alone)), *ids[-2:]]])
-    first = as_ids(generate(model, stand_in, 1, cache=alone))
+    stand_in = torch.tensor([[0, 0, 0, *ids[-2:]]])
+    first = as_ids(generate(model, stand_in, 1, cache=warm_cache(model, ids, layout)))
     rest = as_ids(generate(model, torch.tensor([ids + first]), 11))
     assert as_ids(warm(model, ids, 12, layout)) == first + rest
 
@@ -221,21 +195,23 @@ def test_tokens_come_from_the_warm_cache_until_the_exact_one_is_ready(
         may_read.wait()
         return read(*args)
 
-    ids, layout, text = prompt(40), Layout(3, 2), torch.tensor([prompt(40)])
-    alone = warm_cache(model, ids, layout)
-    stand_in = torch.tensor([[*([0] * len(alone)), *ids[-2:]]])
-    from_summary = as_ids(generate(model, stand_in, 9, cache=alone))
-    assert [*generate_warm(model, text, warm_cache(model, ids, layout), 2, 0)] == []
-    running = generate_warm(model, text, warm_cache(model, ids, layout), 2, 9, until_ready=True)
+    ids, layout = prompt(40), Layout(3, 2)
+    stand_in = torch.tensor([[0, 0, 0, *ids[-2:]]])
+    from_summary = as_ids(generate(model, stand_in, 9, cache=warm_cache(model, ids, layout)))
+    assert [*warm(model, ids, 0, layout)] == []
+    running = warm(model, ids, 9, layout, until_ready=True)
     monkeypatch.setattr(module, "prefilled_cache", wait_and_read)
     written = [int(next(running)) for _ in range(4)]
     may_read.set()
     written += as_ids(running)
-    possible = []
-    for n in range(4, 10):  # tokens before the swap
-        before = torch.tensor([ids + from_summary[:n]])
-        possible.append(from_summary[:n] + as_ids(generate(model, before, 9 - n)))
-    assert written in possible
+    assert (
+        written
+        in [  # swapped after n tokens
+            from_summary[:n]
+            + as_ids(generate(model, torch.tensor([ids + from_summary[:n]]), 9 - n))
+            for n in range(4, 10)
+        ]
+    )
 
 
 def test_errors_of_the_thread_are_seen_and_a_full_context_is_refused(
@@ -275,28 +251,17 @@ def library(pocket: tuple) -> Library:
     return Library(model, Layout(2, tail=3), encoder, TEXTS, summaries, threshold=0.3)
 
 
-def test_a_prompt_that_is_added_is_found(library: Library, pocket: tuple) -> None:
-    model, tokenizer = pocket
-    fewer = Library(model, library.layout, library.encoder, TEXTS[:3], library.summaries[:3])
-    with pytest.raises(ValueError, match="shape"):
-        fewer.add(TEXTS[3], library.summaries[3, :1])
-    for text, summary in zip(TEXTS[3:], library.summaries[3:], strict=True):
-        fewer.add(text, summary)
-    fewer.threshold = library.threshold
-    assert same(fewer, library, tokenizer) and fewer.name_counts == library.name_counts
-    empty = Library(model, library.layout, library.encoder, [], library.summaries[:0])
-    empty.add(TEXTS[4], library.summaries[4])
-    assert empty.nearest(ASKED.format("Hexley"))[0] == 0
-    fewer.shared_chars = 10
-    with pytest.raises(ValueError, match="must share its first 10 characters"):
-        fewer.add("Which river?", library.summaries[0])
-
-
 ASKED = "Question: What is the name of the river at {}?\nAnswer:"
 
 
-def started(library: Library, text: str, tokenizer: object) -> KVCache | None:
+def start_of(library: Library, tokenizer: object, town: str = "Foxham") -> KVCache | None:
+    text = ASKED.format(town)
     return library.warm_start(text, tokenizer.encode(text))
+
+
+def same(a: Library, b: Library, tokenizer: object) -> bool:
+    x, y = start_of(a, tokenizer), start_of(b, tokenizer)
+    return y is not None and all(map(torch.equal, x.layers, y.layers))
 
 
 def test_a_start_is_of_the_most_similar_prompt_or_cold(library: Library, pocket: tuple) -> None:
@@ -304,53 +269,47 @@ def test_a_start_is_of_the_most_similar_prompt_or_cold(library: Library, pocket:
     asked = ASKED.format("Ospen")
     found, similarity = library.nearest(asked)
     assert TOWNS[found] == "Ospen" and 0.3 < similarity <= 1.0001
-    cache = started(library, asked, tokenizer)
+    cache = start_of(library, tokenizer, "Ospen")
     assert len(cache) == 2 and int(cache.positions(1)) == len(tokenizer.encode(asked)) - 3
     assert all(map(torch.equal, (kv[:, 0] for kv in cache.layers), library.summaries[found]))
-    library.threshold = similarity + 0.01
-    assert started(library, asked, tokenizer) is None
     assert library.warm_start("", []) is None
-    empty = Library(model, Layout(1), library.encoder, [], torch.empty(0))
-    assert empty.nearest(asked) == (-1, -math.inf) and started(empty, asked, tokenizer) is None
+    library.match_names = True  # then a stored prompt has the same names
+    assert library.nearest(asked) == (found, similarity)
+    assert library.nearest(ASKED.format("Nettlebridge")) == (-1, -math.inf)
+    assert library.nearest("which river is it?")[0] >= 0  # no name, nothing to guard
+    library.threshold = similarity + 0.01
+    assert start_of(library, tokenizer, "Ospen") is None
     with pytest.raises(ValueError, match="2 texts, 6 summaries"):
         Library(model, Layout(2, 3), library.encoder, TEXTS[:2], library.summaries)
 
 
-def test_with_match_names_a_stored_prompt_has_the_same_names(
-    library: Library, pocket: tuple
-) -> None:
-    library.match_names = True
-    assert TOWNS[library.nearest(ASKED.format("Hexley"))[0]] == "Hexley"
-    assert library.nearest(ASKED.format("Nettlebridge")) == (-1, -math.inf)
-    assert library.nearest("which river is it?")[0] >= 0  # no name, nothing to guard
-
-
-def same(a: Library, b: Library, tokenizer: object) -> bool:
-    asked = ASKED.format("Foxham")
-    x, y = started(a, asked, tokenizer), started(b, asked, tokenizer)
-    return y is not None and all(map(torch.equal, x.layers, y.layers))
-
-
-def test_a_saved_library_comes_back(library: Library, pocket: tuple, tmp_path: Path) -> None:
+def test_a_prompt_that_is_added_is_found(library: Library, pocket: tuple) -> None:
     model, tokenizer = pocket
+    added = Library(model, library.layout, library.encoder, [], library.summaries[:0])
+    assert added.nearest(TEXTS[0]) == (-1, -math.inf) and start_of(added, tokenizer) is None
+    for text, summary in zip(TEXTS, library.summaries, strict=True):
+        added.add(text, summary)
+    assert same(added, library, tokenizer) and added.name_counts == library.name_counts
+    shared = dataclasses.replace(added, shared_chars=10)  # they say nothing
+    assert shared.nearest(TEXTS[3]) == shared.nearest("0123456789" + TEXTS[3][10:])
+    with pytest.raises(ValueError, match="must share its first 10 characters"):
+        shared.add("Which river?", library.summaries[0])
+
+
+def test_a_saved_library_comes_back_and_a_damaged_one_is_never_a_wrong_start(
+    library: Library, pocket: tuple, tmp_path: Path
+) -> None:
+    (model, tokenizer), rng, refused = pocket, random.Random(30), 0
     library.match_names = True
     library.save(tmp_path)
     again = Library.load(model, tokenizer, tmp_path)
-    assert same(library, again, tokenizer)
-    assert again.match_names and again.layout == library.layout
-    assert (again.threshold, again.texts) == (library.threshold, TEXTS)
+    assert same(library, again, tokenizer) and again.match_names and again.texts == TEXTS
+    assert (again.threshold, again.layout) == (library.threshold, library.layout)
     half = load_model("pocket", model_class=GPT, dtype=torch.float16)
     with pytest.raises(ValueError, match="another model"):
         Library.load(half, tokenizer, tmp_path)
     with pytest.raises(FileNotFoundError):
         Library.load(model, tokenizer, tmp_path / "nowhere")
-
-
-def test_a_damaged_library_is_an_error_and_never_a_wrong_start(
-    library: Library, pocket: tuple, tmp_path: Path
-) -> None:
-    (model, tokenizer), rng, refused = pocket, random.Random(30), 0
-    library.save(tmp_path)
     for path in sorted(tmp_path.iterdir()) * 15:
         whole = path.read_bytes()
         content = bytearray(whole[: rng.choice([len(whole), rng.randrange(len(whole))])])
@@ -366,19 +325,6 @@ def test_a_damaged_library_is_an_error_and_never_a_wrong_start(
             assert same(library, again, tokenizer)
         path.write_bytes(whole)
     assert refused > 27
-
-
-def test_what_all_texts_begin_with_says_nothing(pocket: tuple) -> None:
-    model, _ = pocket
-    seen: list[str] = []
-
-    def encoder(texts: list[str]) -> np.ndarray:
-        seen.extend(texts)
-        return np.ones((len(texts), 1))
-
-    library = Library(model, Layout(1), encoder, TEXTS, torch.zeros(6, 1), shared_chars=10)
-    library.nearest(TEXTS[0])
-    assert seen == [*(text[10:] for text in TEXTS), TEXTS[0][10:]]
 
 
 def test_pair_encoder_learns_which_words_stand_for_which(pocket: tuple) -> None:

@@ -20,7 +20,7 @@ def floor_ms(model: GPT, gb_per_s: float, tokens: int = 0, texts: int = 1) -> fl
 
     A step reads all parameters of the model once, and for each of `texts` texts the keys and values
     of `tokens` cached tokens. The cache has the dtype of the weights.
-    Source: benchmarks/report.py, floors_of_turns(), there without the cache.
+    Source: benchmarks/measuring.py, machine_limits(), there without the cache.
     """
     # exercise 8.1
     c = model.config

@@ -285,7 +285,7 @@ def start_function(trial: Trial, name: str) -> Callable[[Prompt], Tensor]:
     def start_of_way(prompt: Prompt) -> Tensor:
         if way.logits:
             return way.logits(stored[library.nearest(prompt.text)[0]])
-        return first_logits(library, prompt.text, prompt.ids)
+        return first_logits(model, library, prompt.text, prompt.ids)
 
     return start_of_way if way else start_from_exact_cache
 
