@@ -54,8 +54,7 @@ def load_model(
         if model_class.config_class().vocab_size != 50257:
             raise ValueError(f"{name} is a GPT-2, not a {model_class.__name__}")
         dtype = torch.float32 if dtype == "auto" else dtype
-        model = random_model(model_class, name.removeprefix(RANDOM)).to(device, dtype)
-        model = order_for_decoding(model)
+        model = random_model(model_class, name.removeprefix(RANDOM), device, dtype)
     else:
         checkpoint = open_checkpoint(name_or_path)
         config_class = getattr(model_class, "config_class", None)
@@ -89,7 +88,12 @@ def load_tokenizer(name_or_path: str) -> tiktoken.Encoding | Tokenizer:
         return Numbers()
 
 
-def random_model(model_class: type[nn.Module], name: str) -> nn.Module:
+def random_model(
+    model_class: type[nn.Module],
+    name: str,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> nn.Module:
     """Return a model of a geometry with random weights, the same every time, in eval mode. Times
     don't depend on the weights. The vocabulary is GPT-2's. Raises ValueError if that is no geometry."""
     if not is_geometry(name):
@@ -99,7 +103,8 @@ def random_model(model_class: type[nn.Module], name: str) -> nn.Module:
         layers, heads, width = map(int, name.split("x"))
         config = {"n_layer": layers, "n_head": heads, "n_embd": width}
     torch.manual_seed(0)
-    return order_for_decoding(model_class(model_class.config_class(**config))).eval()
+    model = model_class(model_class.config_class(**config)).to(device, dtype)
+    return order_for_decoding(model).eval()
 
 
 # --- The script -----------------------------------------------------------------------------------

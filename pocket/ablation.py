@@ -1,7 +1,7 @@
 """The parts of BCT, by short runs with and without each."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -11,7 +11,7 @@ import gpt_bounded_cache as bounded
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import perplexity, score_answers, windowed
-from pocket.recipes import MEMORY, TEACHER, Change, Distillation, Phase, phases_of
+from pocket.recipes import MEMORY, TEACHER, Change, Distillation, phases_of, with_memory
 from pocket.training import train
 from support.files import write_json
 
@@ -43,29 +43,20 @@ class WindowTuning(Change):
     kind, model_class, clusters = "window", windowed(WINDOW), False
 
 
-def phases(times: int) -> tuple[Phase, ...]:
-    """Return the phases of a run that is `times` times as long as the shortest."""
-    return phases_of(TEACHER.config, times * STEPS, 6e-4, 8.0)
-
-
-def with_memory(memory: dict, times: int = 1, **parts: object) -> Ablation:
-    """Return the recipe of a BCT with this memory and these parts."""
-    config = bounded.BCTConfig(**vars(TEACHER.config), **memory)
-    return Ablation(config, phases(times), **parts)
-
-
-SLOTS = {"slots": 32, "recent": 0}
+SHORT, LONG = phases_of(STEPS, 6e-4, 8.0), phases_of(4 * STEPS, 6e-4, 8.0)
+SLOTS = with_memory(slots=32, recent=0)
+OURS = with_memory(**MEMORY)
 ABLATION = {
-    "the paper's rule": with_memory(SLOTS | {"rule": "sum"}, clusters=False),
-    "a slot is the mean, with a mass; a token has a step size": with_memory(
-        SLOTS, model_class=UnforgettingBCT, clusters=False
+    "the paper's rule": Ablation(replace(SLOTS, rule="sum"), SHORT, clusters=False),
+    "a slot is the mean, with a mass; a token has a step size": Ablation(
+        SLOTS, SHORT, model_class=UnforgettingBCT, clusters=False
     ),
-    "+ addresses by k-means of keys": with_memory(SLOTS, model_class=UnforgettingBCT),
-    "+ forgetting": with_memory(SLOTS),
-    "+ the last 8 tokens kept exactly, 24 slots": with_memory(MEMORY),
-    "sliding window of equal bytes, fine-tuned the same": WindowTuning(TEACHER.config, phases(1)),
-    "24 slots and the last 8 tokens, four times as long": with_memory(MEMORY, times=4),
-    "sliding window of equal bytes, four times as long": WindowTuning(TEACHER.config, phases(4)),
+    "+ addresses by k-means of keys": Ablation(SLOTS, SHORT, model_class=UnforgettingBCT),
+    "+ forgetting": Ablation(SLOTS, SHORT),
+    "+ the last 8 tokens kept exactly, 24 slots": Ablation(OURS, SHORT),
+    "sliding window of equal bytes, fine-tuned the same": WindowTuning(TEACHER.config, SHORT),
+    "24 slots and the last 8 tokens, four times as long": Ablation(OURS, LONG),
+    "sliding window of equal bytes, four times as long": WindowTuning(TEACHER.config, LONG),
 }
 
 

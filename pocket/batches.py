@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from load_gpt2_weights import load_tokenizer
 from pocket import corpus
 from pocket.recipes import Batch, Distillation, Phase, Pruning, Recipe, schedule
 
@@ -54,7 +55,7 @@ class Corpus:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        tokenizer = recipe.tokenizer
+        tokenizer = load_tokenizer("pocket")
         self.vocabulary = tokenizer.n_vocab
         tokens, starts, is_answer = [], [], []
         documents = corpus.documents("train", recipe.documents)

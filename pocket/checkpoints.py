@@ -1,4 +1,4 @@
-"""The files of a trained model: weights, figures, card and loss curve."""
+"""The files of a trained model: weights, figures and loss curve."""
 
 import shutil
 from functools import partial
@@ -14,12 +14,11 @@ from formats.configs import LLAMA_FIELDS
 from formats.tensors import public_parts
 from gpt_kv_cache import GPT, GPTConfig
 from llama_kv_cache import Llama
-from pocket.card import model_card
 from pocket.evaluation import measure
 from pocket.recipes import Recipe
 from pocket.tokenizer import TOKENIZER
 from support.figures import write_figure
-from support.files import write_atomically, write_json, write_text
+from support.files import write_atomically, write_json
 
 HERE = Path(__file__).resolve().parent
 
@@ -81,8 +80,8 @@ def llama_format(model: Llama) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> None:
-    """Write a model as it is shipped, in fp16, with its loss curve, figures and card. Outside of pocket it gets a copy
-    of the tokenizer; the shipped ones share one."""
+    """Write a model as it is shipped, in fp16, with its loss curve and figures. Outside of pocket it gets a copy of the
+    tokenizer; the shipped ones share one. Their cards, README.md, are written by hand: a test holds them to the figures."""
     model = model.half().float()
     export(model, folder)  # first: what follows takes minutes
     if folder.resolve().parent != HERE:
@@ -104,6 +103,4 @@ def finish(recipe: Recipe, model: GPT, losses: list[float], folder: Path) -> Non
         ylim=(0, None),
         title="Training loss (of what each phase reads)",
     )
-    figures = measure(recipe, model)
-    write_json(folder / "figures.json", figures)
-    write_text(folder / "README.md", model_card(recipe, model, figures))
+    write_json(folder / "figures.json", measure(recipe, model))

@@ -17,7 +17,6 @@ unread         a sentence isn't one that the corpus could have made
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
 from functools import cache
 from itertools import groupby
 from typing import NamedTuple
@@ -90,38 +89,28 @@ def pattern_of(template: str) -> tuple[re.Pattern[str], list[str]]:
     return re.compile(START + text, re.IGNORECASE | re.MULTILINE), fields
 
 
-class StoryPattern(NamedTuple):
-    """A pattern that finds the statements that a template could have made."""
-
-    kind: str
-    thread: str
-    regex: re.Pattern[str]
-    fields: list[str]  # of the pattern's groups
-
-
 @cache
-def story_patterns() -> list[StoryPattern]:
-    """Return the patterns of all templates of a story."""
+def story_patterns() -> list[tuple[str, str, re.Pattern[str], list[str]]]:
+    """Return kind, thread, pattern and fields of all templates of a story."""
     kinds = {"opening": {"": OPENINGS}, "incident": {"": INCIDENTS}, "ending": {"": ENDINGS}}
     kinds |= {"state": STATEMENTS, "pay": PAYOFFS}
     patterns = []
     for kind, banks in kinds.items():
-        for thread, (templates, _) in banks.items():
-            for template in templates:
-                patterns.append(StoryPattern(kind, thread, *pattern_of(template)))
+        for thread, bank in banks.items():
+            patterns += [(kind, thread, *pattern_of(template)) for template in bank.train]
     return patterns
 
 
 def find_statements(story: str) -> list[Statement]:
     """Return what the templates find in a story's prose, in its order."""
     statements = []
-    for kind, thread, regex, fields in story_patterns():
-        for match in regex.finditer(story):
+    for kind, thread, pattern, fields in story_patterns():
+        for match in pattern.finditer(story):
             values = defaultdict(list)
             for field, value in zip(fields, match.groups(), strict=True):
                 if value is not None:
                     values[field].append(value.lower())
-            statements.append(Statement(kind, thread, match.span(), dict(values)))
+            statements.append(Statement(kind, thread, match.span(), values))
     return sorted(statements, key=lambda statement: statement.span)
 
 
@@ -210,27 +199,27 @@ def story_openings(split: str, n: int) -> list[str]:
     return [pen.write_sentence(OPENINGS, **corpus.draw_plot(pen).values) for pen in pens]
 
 
-def continue_prompts(
-    model: GPT, tokenizer: Encoding, prompts: list[Sequence[int]], **options: object
-) -> list[str]:
-    """Return the text that a model writes after each prompt; prompts have equally many tokens."""
-    tokens = generate(model, torch.tensor(prompts), 400, stop_ids=[tokenizer.eot_token], **options)
-    rows = torch.cat([*tokens], dim=1).tolist()
-    return [tokenizer.decode(row).partition("<|endoftext|>")[0] for row in rows]
-
-
 def finish_stories(
     model: GPT, tokenizer: Encoding, prompts: list[str], temperature: float = 0.0
 ) -> list[str]:
     """Return the prompts, each continued by the model to the end of the story's prose."""
-    options = {"temperature": temperature, "generator": torch.Generator().manual_seed(0)}
+    generator = torch.Generator().manual_seed(0)
     encoded = [tuple(tokenizer.encode_ordinary(prompt)) for prompt in prompts]
-    stories = {}
+    continuations = {}
     for _, group in groupby(sorted({*encoded}, key=lambda ids: (len(ids), ids)), key=len):
-        batch = list(group)
-        stories |= zip(batch, continue_prompts(model, tokenizer, batch, **options), strict=True)
-    texts = [stories[ids].partition("\n\n")[0] for ids in encoded]
-    return [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
+        batch = list(group)  # prompts of equally many tokens
+        tokens = generate(
+            model,
+            torch.tensor(batch),
+            400,
+            temperature=temperature,
+            stop_ids=[tokenizer.eot_token],
+            generator=generator,
+        )
+        for ids, row in zip(batch, torch.cat([*tokens], dim=1).tolist(), strict=True):
+            text = tokenizer.decode(row).partition("<|endoftext|>")[0]
+            continuations[ids] = text.partition("\n\n")[0]
+    return [prompt + continuations[ids] for prompt, ids in zip(prompts, encoded, strict=True)]
 
 
 def measure(stories: list[str]) -> dict[str, float]:

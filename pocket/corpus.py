@@ -83,9 +83,7 @@ def with_questions(text: str, questions: list[str]) -> str:
 
 def people_of_splits() -> dict[str, list[Person]]:
     """Cut one fixed shuffle of all syllable names into the people of the three splits."""
-    names_in_use = {*WORDS["petname"]}
-    for town in TOWNS.values():
-        names_in_use |= {*town.values()}
+    names_in_use = {*WORDS["petname"]}.union(*(town.values() for town in TOWNS.values()))
     people = []
     for start in WORDS["start"]:
         for sex, pronouns in PRONOUNS.items():
@@ -174,10 +172,13 @@ class Pen:
         """Return a statement of one fact of a town or a creature."""
         return as_sentences(self.fill_template(FACT_STATEMENTS[fact], **subject) + ".")
 
+    def ask(self, bank: Bank, answer: str, **values: object) -> str:
+        """Return one of a bank's questions, and its answer."""
+        return answered_question(self.fill_template(bank, **values), answer)
+
     def ask_fact(self, subject: dict[str, str], fact: str) -> str:
         """Return a question about one fact, and its answer."""
-        question = self.fill_template(FACT_QUESTIONS[fact], **subject)
-        return answered_question(question, subject[fact])
+        return self.ask(FACT_QUESTIONS[fact], subject[fact], **subject)
 
 
 # --- One function for each kind of document -------------------------------------------------------------
@@ -243,9 +244,8 @@ def story(pen: Pen) -> str:
     prose, (values, threads) = tell_story(pen, mute=count > 0 and pen.chance(0.5))
     questions = []
     for thread in threads[:count]:
-        question = pen.fill_template(stories.QUESTIONS[thread], **values)
         answer = stories.THREAD_ANSWERS[thread].format(**values)
-        questions.append(answered_question(question, answer))
+        questions.append(pen.ask(stories.QUESTIONS[thread], answer, **values))
     return with_questions(prose, questions)
 
 
@@ -297,8 +297,7 @@ def quiz(pen: Pen) -> str:
         first, second = pen.sample(FACTS[kind], 2)
         questions.append(pen.ask_fact(subject, first))
         if pen.chance(0.25):
-            follow_up = pen.fill_template(FOLLOW_UPS[second])
-            questions.append(answered_question(follow_up, subject[second]))
+            questions.append(pen.ask(FOLLOW_UPS[second], subject[second]))
     return "\n".join(questions)
 
 
@@ -376,19 +375,16 @@ class Conversation:
     def recall(self) -> None:
         """Let the speakers and a listener ask again for what was told, and say goodbye."""
         pen = self.pen
-        for told in pen.sample(self.told, pen.pick([0, 1, 1, 2])):
-            speaker, other = told.values["who"], told.values["other"]
-            bank = dialogues.TOPICS[told.topic].later_questions
-            again = pen.fill_template(bank, **told.values)
-            self.say(other, dialogues.REMINDERS, b=speaker, again=again)
-            self.say(speaker, dialogues.REPLIES, **told.values)
+        for topic, values, _ in pen.sample(self.told, pen.pick([0, 1, 1, 2])):
+            again = pen.fill_template(dialogues.TOPICS[topic].later_questions, **values)
+            self.say(values["other"], dialogues.REMINDERS, b=values["who"], again=again)
+            self.say(values["who"], dialogues.REPLIES, **values)
         if pen.chance(0.4):
-            told = pen.pick(self.told)
-            other = told.values["other"]
-            bank = dialogues.TOPICS[told.topic].outside_questions
-            question = pen.fill_template(bank, **told.values)
+            topic, values, _ = pen.pick(self.told)
+            other = values["other"]
+            question = pen.fill_template(dialogues.TOPICS[topic].outside_questions, **values)
             self.say(self.listener, dialogues.THIRD_PERSON_QUESTIONS, b=other, question=question)
-            self.say(other, dialogues.THIRD_PERSON_REPLIES, **told.values)
+            self.say(other, dialogues.THIRD_PERSON_REPLIES, **values)
         self.lines += pen.fill_template(dialogues.FAREWELLS, **self.names).split("|")
 
 
@@ -408,10 +404,8 @@ def dialogue(pen: Pen) -> str:
     """Two people tell each other about themselves, and are asked about it later."""
     text, all_told = hold_conversation(pen, recall=True)
     questions = []
-    for told in pen.sample(all_told, pen.pick([0, 1, 2])):
-        bank = dialogues.TOPICS[told.topic].outside_questions
-        question = pen.fill_template(bank, **told.values)
-        questions.append(answered_question(question, told.answer))
+    for topic, values, answer in pen.sample(all_told, pen.pick([0, 1, 2])):
+        questions.append(pen.ask(dialogues.TOPICS[topic].outside_questions, answer, **values))
     return with_questions(text, questions)
 
 
@@ -494,8 +488,8 @@ def explanation(pen: Pen) -> str:
     opening = pen.write_sentence(templates.openings, **subject)
     closing = pen.write_sentence(templates.closings, **subject)
     answer = join_steps(pen, opening, steps, closing, ("Second, ", "Also, ", "And "))
-    question = pen.fill_template(templates.questions, **subject)
-    return answered_question(question, answer) + "\n" + pen.ask_fact(subject, pen.pick(facts))
+    question = pen.ask(templates.questions, answer, **subject)
+    return question + "\n" + pen.ask_fact(subject, pen.pick(facts))
 
 
 def draw_items(pen: Pen, kind: str, n: int) -> list[str]:
@@ -526,11 +520,10 @@ def recite_list(pen: Pen) -> tuple[str, str, str]:
     position = i % len(lists.ORDINALS)
     questions = []
     if pen.chance(0.5):
-        question = pen.fill_template(lists.SUCCESSOR_QUESTIONS, item=items[i])
-        questions.append(answered_question(question, items[i + 1]))
+        questions.append(pen.ask(lists.SUCCESSOR_QUESTIONS, items[i + 1], item=items[i]))
     elif pen.chance(0.5):
-        question = pen.fill_template(lists.POSITION_QUESTIONS, nth=lists.ORDINALS[position])
-        questions.append(answered_question(question, items[position]))
+        nth = lists.ORDINALS[position]
+        questions.append(pen.ask(lists.POSITION_QUESTIONS, items[position], nth=nth))
     return f"{opening}\n{copy}\n{middle}\n", copy, with_questions(closing, questions)
 
 

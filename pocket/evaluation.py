@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import gpt_bounded_cache as bounded
 from gpt_kv_cache import GPT, KVCache
-from load_gpt2_weights import load_model
+from load_gpt2_weights import load_model, load_tokenizer
 from pocket import coherence, corpus
 from pocket.recipes import Recipe, SegmentCache
 from support.statistics import kl
@@ -96,7 +96,7 @@ def name_losses(model: nn.Module, tokenizer: Encoding) -> tuple[float, float]:
     for document in corpus.documents("test", 200):
         if document.kind == "list":
             continue
-        tokens = tokenizer.encode_ordinary(document.text)[: model.config.n_ctx]
+        tokens = tokenizer.encode_ordinary(document.text)
         text, starts = tokenizer.decode_with_offsets(tokens)
         nats, mentioned = token_losses(model, tokens).tolist(), set()
         for mention in name.finditer(text):
@@ -169,7 +169,7 @@ def divergences(teacher: GPT, student: GPT, tokenizer: Encoding) -> dict[str, fl
 def measure(recipe: Recipe, model: nn.Module) -> dict:
     """Return the figures of a model that was trained on the corpus, beside those of the models that
     it is compared with."""
-    tokenizer = recipe.tokenizer
+    tokenizer = load_tokenizer("pocket")
     figures = evaluate(model, tokenizer)
     if recipe.kind == "student":
         teacher = load_model(recipe.init, model_class=GPT)

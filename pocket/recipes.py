@@ -1,5 +1,4 @@
-"""Everything that decides what a training run computes, and the recipes of the models that the
-project ships."""
+"""Everything that decides what a training run computes, and the recipes of pocket's models."""
 
 import math
 from dataclasses import dataclass, replace
@@ -9,13 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from tiktoken import Encoding
 from torch import Tensor, nn
 
 import gpt_bounded_cache as bounded
 from gpt_kv_cache import GPT, GPTConfig, KVCache
 from llama_kv_cache import Llama, LlamaConfig
-from load_gpt2_weights import load_tokenizer
 from pocket.tokenizer import VOCABULARY
 from support.statistics import kl
 
@@ -61,14 +58,6 @@ class Recipe:
     weight_decay: float = 0.1
     warmup: int = 100
 
-    @property
-    def name(self) -> str:
-        return self.kind
-
-    @property
-    def tokenizer(self) -> Encoding:
-        return load_tokenizer("pocket")
-
     def losses(self, model: nn.Module, teacher: None, batch: Batch) -> Tensor:
         """Return the loss (B, T) in nats of every next token."""
         logits = model(batch.rows[:, :-1])
@@ -112,10 +101,6 @@ class Distillation(Change):
     kind, model_class = "bct", bounded.BCT
     new_rate = 5.0  # what the learning rate of the memory's own parameters is multiplied by
     clusters = True  # write addresses begin as k-means of keys, and W_wq as W_k
-
-    @property
-    def name(self) -> str:
-        return "bct-sum" if self.config.rule == "sum" else "bct"
 
     def predict(self, model: nn.Module, teacher: GPT, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the logits (B, T, V) of the teacher and of the model. The model has first read the
@@ -162,11 +147,6 @@ class Pruning(Change):
     mode: str = "segments"
     begin: str | None = None  # the student that it goes on from, instead of the pruned teacher
 
-    @property
-    def name(self) -> str:
-        student_kind = "dropout" if self.config.dropout else self.mode
-        return self.kind if student_kind == KINDS[0] else f"{self.kind}-{student_kind}"
-
     def predict(self, model: nn.Module, teacher: GPT, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the logits (B, T, V) of the teacher and of the model, with the batch's
         segments."""
@@ -176,8 +156,7 @@ class Pruning(Change):
 
 
 STUDENT_WIDTH = 0.55  # a student's hidden size and MLP, as a share of the teacher's
-DROPOUT = 0.1
-KINDS = ("segments", "alone", "prompt", "dropout")  # students, by what they read in training
+SHORT_CONTEXT = 512  # tokens of a row in the first two thirds of a fine-tuning, which are faster
 SIZES = {"vocab_size": VOCABULARY, "n_ctx": 1280, "n_layer": 6, "n_head": 6, "n_embd": 192}
 TEACHER = Recipe(
     GPTConfig(**SIZES),
@@ -199,39 +178,48 @@ LLAMA = LlamaRecipe(  # as many parameters, but for a few hundred; a third as ma
 )
 MEMORY = {"slots": 24, "recent": 8}
 PAPER_MEMORY = {"rule": "sum", "slots": 32, "recent": 0}  # BCT as in its paper
-SHORT_CONTEXT = 512  # tokens of a row in the first two thirds of a fine-tuning, which are faster
 
 
-def phases_of(config: GPTConfig, steps: int, lr: float, answers: float) -> tuple[Phase, ...]:
-    """Return the phases of a model that begins as another: the first two thirds of the steps read
-    short rows, some of them shuffled, and the last third long ones."""
-    short_context = min(SHORT_CONTEXT, config.n_ctx)
-    long_steps = steps // 3 if config.n_ctx > SHORT_CONTEXT else 0
-    short = Phase(steps - long_steps, 3, 0, short_context, lr, shuffled=1, answers=answers)
-    long = Phase(long_steps, 2, 0, config.n_ctx, lr, answers=answers)
-    return (short, long) if long_steps else (short,)
+def phases_of(steps: int, lr: float, answers: float) -> tuple[Phase, ...]:
+    """Return the phases of a model that begins as pocket: the first two thirds of the steps read
+    short rows, some of them shuffled, and the last third whole contexts."""
+    long_steps = steps // 3
+    return (
+        Phase(steps - long_steps, 3, 0, SHORT_CONTEXT, lr, shuffled=1, answers=answers),
+        Phase(long_steps, 2, 0, TEACHER.config.n_ctx, lr, answers=answers),
+    )
 
 
-def distillation(init: str, config: GPTConfig, steps: int = 4_000, **memory: Any) -> Distillation:
-    """Return the recipe that gives a trained model of this geometry a bounded memory."""
-    phases = phases_of(config, steps, 6e-4, 8.0)
-    return Distillation(bounded.BCTConfig(**vars(config), **memory), phases, init=init)
+def with_memory(**memory: Any) -> bounded.BCTConfig:
+    """Return the geometry of pocket with a bounded memory."""
+    return bounded.BCTConfig(**vars(TEACHER.config), **memory)
 
 
-def pruning(init: str, config: GPTConfig, kind: str, steps: int = 3_000) -> Pruning:
-    """Return the recipe that gives a trained model of this geometry a student of one of KINDS; pocket's with dropout
-    goes on from the one without for 600 steps, since on a CPU dropout takes four times as long."""
-    begin, lr = None, 1e-3
-    if (init, kind) == ("pocket", "dropout"):
-        begin, lr, steps = "pocket-student", 4e-4, 600
-    mode, dropout = ("segments", DROPOUT) if kind == "dropout" else (kind, 0.0)
-    narrow = replace(
+def narrowed(config: GPTConfig, dropout: float = 0.0) -> GPTConfig:
+    """Return the geometry of a student for a teacher of this one."""
+    return replace(
         config,
         n_embd=8 * round(STUDENT_WIDTH * config.n_embd / 8),
         n_inner=8 * round(STUDENT_WIDTH * config.n_inner / 8),
         dropout=dropout,
     )
-    return Pruning(narrow, phases_of(config, steps, lr, 4.0), init=init, mode=mode, begin=begin)
+
+
+BCT_PHASES = phases_of(4_000, 6e-4, 8.0)
+STUDENT = Pruning(narrowed(TEACHER.config), phases_of(3_000, 1e-3, 4.0))
+RECIPES = {  # by the name of the folder in pocket
+    "teacher": TEACHER,
+    "llama": LLAMA,
+    "bct": Distillation(with_memory(**MEMORY), BCT_PHASES),
+    "bct-sum": Distillation(with_memory(**PAPER_MEMORY), BCT_PHASES),  # isn't shipped
+    "student": STUDENT,
+    "student-alone": replace(STUDENT, mode="alone"),
+    "student-prompt": replace(STUDENT, mode="prompt"),
+    # On a CPU dropout takes four times as long: this one goes on from the one without.
+    "student-dropout": Pruning(
+        narrowed(TEACHER.config, dropout=0.1), phases_of(600, 4e-4, 4.0), begin="pocket-student"
+    ),
+}
 
 
 class Step(NamedTuple):

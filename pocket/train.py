@@ -23,34 +23,20 @@ import sys
 if __name__ == "__main__":
     sys.path.insert(0, f"{sys.path[0]}/..")  # run as a file, from any folder
 
-import argparse
 from pathlib import Path
 
 import torch.distributed as dist
 
-from pocket import recipes
 from pocket.ablation import ablation
 from pocket.batches import RANK
 from pocket.checkpoints import finish
+from pocket.recipes import RECIPES
 from pocket.tokenizer import TOKENIZER, train_tokenizer
 from pocket.training import train
 from support.cli import CommandLine
 from support.files import writable_folder
 
 HERE = Path(__file__).resolve().parent
-
-
-def recipe_of(args: argparse.Namespace) -> recipes.Recipe:
-    """Return the recipe of what is to be trained."""
-    if args.action == "teacher":
-        return recipes.TEACHER
-    if args.action == "llama":
-        return recipes.LLAMA
-    config = recipes.TEACHER.config
-    if args.action == "student":
-        return recipes.pruning("pocket", config, args.kind)
-    memory = recipes.PAPER_MEMORY if args.rule == "sum" else recipes.MEMORY
-    return recipes.distillation("pocket", config, **memory)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -74,8 +60,8 @@ def main(argv: list[str] | None = None) -> None:
         )
     student.add_argument(
         "--kind",
-        default=recipes.KINDS[0],
-        choices=recipes.KINDS,
+        default="segments",
+        choices=("segments", "alone", "prompt", "dropout"),
         help="what it reads in training: segments, as between refreshes; alone, its own cache; "
         "prompt, the teacher's cache of a prompt; dropout, segments with dropout",
     )
@@ -93,11 +79,15 @@ def main(argv: list[str] | None = None) -> None:
             result_folder, run_folder = folders(args.out, "bct")
             ablation(run_folder, result_folder / "ablation.json")
         else:
-            recipe = recipe_of(args)
-            result_folder, run_folder = folders(args.out, recipe.name)
-            model, losses = train(recipe, run_folder)
+            name = args.action
+            if name == "bct" and args.rule == "sum":
+                name = "bct-sum"
+            elif name == "student" and args.kind != "segments":
+                name = f"student-{args.kind}"
+            result_folder, run_folder = folders(args.out, name)
+            model, losses = train(RECIPES[name], run_folder)
             if RANK == 0:
-                finish(recipe, model.cpu(), losses, result_folder)
+                finish(RECIPES[name], model.cpu(), losses, result_folder)
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -86,18 +86,15 @@ def check_fields(content: object, where: str, /, **fields: type) -> dict[str, An
     if missing := [name for name in fields if name not in content]:
         raise ValueError(f"{where} lacks {', '.join(missing)}")
     for name, field_type in fields.items():
-        if not has_json_type(content[name], field_type):
+        value = content[name]
+        is_right = type(value) is field_type
+        if field_type is float:
+            is_right = type(value) in (int, float) and abs(value) <= sys.float_info.max
+        if not is_right:
             raise ValueError(
-                f"{where}: {name} must be {TYPE_NAMES[field_type]}, got {short_repr(content[name])}"
+                f"{where}: {name} must be {TYPE_NAMES[field_type]}, got {short_repr(value)}"
             )
     return content
-
-
-def has_json_type(value: object, json_type: type) -> bool:
-    """Return whether a value from JSON has a type; float stands for any finite number."""
-    if json_type is float:
-        return type(value) in (int, float) and abs(value) <= sys.float_info.max
-    return type(value) is json_type
 
 
 def read_csv(path: Path, *columns: str) -> list[dict[str, str]]:

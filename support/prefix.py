@@ -5,10 +5,7 @@ from collections.abc import Sequence
 
 def common_prefix_length(first: Sequence[object], second: Sequence[object]) -> int:
     """Return how many elements two sequences have in common at their beginning."""
-    if first == second:
-        return len(first)
-    shorter = min(len(first), len(second))
-    for i in range(shorter):
-        if first[i] != second[i]:
+    for i, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
             return i
-    return shorter
+    return min(len(first), len(second))

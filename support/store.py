@@ -404,7 +404,8 @@ class Store:
             missing = len(ids) - matched_tokens(path)
             limit = self.capacity - missing * self._token_bytes
             self._evict_until(limit)
-            enough = self._is_empty() or (self.nbytes <= limit and self._deleted_count() <= SLICE)
+            is_empty = self._index.execute(OLDEST).fetchone() is None
+            enough = is_empty or (self.nbytes <= limit and self._deleted_count() <= SLICE)
         return not enough
 
     def _add_missing(self, ids: Sequence[int], cache: Any) -> tuple[int, int]:
@@ -459,10 +460,6 @@ class Store:
             if oldest is None or self.nbytes <= limit:
                 break
             self._delete_row(*oldest)
-
-    def _is_empty(self) -> bool:
-        """Return whether the index has no run."""
-        return self._index.execute("SELECT NOT EXISTS (SELECT 1 FROM runs)").fetchone()[0]
 
     def _delete_row(self, run: int) -> None:
         """Delete a run from the index. The next writers delete its file, and the runs that continue

@@ -32,12 +32,6 @@ def test_the_corpus_is_pinned(split: str) -> None:
     assert digest(split) == PINNED[split]  # whatever Python's seed of hashes is in this process
 
 
-def test_documents_are_addressed_by_split_and_index() -> None:
-    some = list(corpus.documents("train", 5))
-    assert some == [corpus.document("train", i) for i in range(5)]
-    assert some[0] not in (some[1], corpus.document("valid", 0))
-
-
 def test_people_and_objects_of_held_out_text_are_new_and_all_other_words_known() -> None:
     words, new = {}, {}
     for split in corpus.SPLITS:

@@ -1,6 +1,5 @@
 """The models that come along: small, readable by others, and able to do what their cards say."""
 
-import math
 from dataclasses import replace
 from statistics import fmean
 
@@ -8,39 +7,26 @@ import pytest
 import torch
 
 import gpt_bounded_cache
-from gpt_bounded_cache import BCT, BoundedMemory
-from gpt_kv_cache import GPT, GPTConfig, generate
+from gpt_bounded_cache import BoundedMemory
+from gpt_kv_cache import generate
 from load_gpt2_weights import load_model, load_tokenizer
-from pocket import checkpoints, coherence, corpus, evaluation, recipes
-from pocket.recipes import Recipe
+from pocket import corpus, evaluation
+from pocket.recipes import RECIPES, steps_and_tokens
 from support.files import read_json
 from tests.helpers import N_CTX, ROOT
 
 FOLDER = ROOT / "pocket"
-STUDENTS = ["student", *(f"student-{kind}" for kind in recipes.KINDS[1:])]
-CLASSES = {"bct": BCT, "llama": None}
+SHIPPED = [name for name in RECIPES if name != "bct-sum"]
+STUDENTS = [name for name in SHIPPED if name.startswith("student")]
 
 
 def shipped_model(name: str) -> torch.nn.Module:
     """The shipped model of a folder, in the class of its recipe."""
-    return load_model(str(FOLDER / name), model_class=CLASSES.get(name, GPT))
+    return load_model(str(FOLDER / name), model_class=RECIPES[name].model_class)
 
 
 def figures_of(name: str) -> dict:
     return read_json(FOLDER / name / "figures.json")
-
-
-def recipe_of(name: str) -> Recipe:
-    """The recipe of a shipped model."""
-    family, _, kind = name.partition("-")
-    plain = recipes.TEACHER.config
-    if family == "student":
-        return recipes.pruning("pocket", plain, kind or recipes.KINDS[0])
-    if family == "llama":
-        return recipes.LLAMA
-    if family == "bct":
-        return recipes.distillation("pocket", plain, **recipes.MEMORY)
-    return recipes.TEACHER
 
 
 @pytest.fixture(scope="module")
@@ -74,54 +60,46 @@ def test_names_come_from_the_prompt(name: str, tokenizer) -> None:
     assert "Halek" in texts[0] and "Zanav" in texts[1] and "Halek" not in texts[1]
 
 
-def test_documents_are_cut_to_a_models_context() -> None:
-    short = GPT(GPTConfig(vocab_size=1536, n_ctx=64, n_layer=1, n_head=1, n_embd=8))
-    first, later = evaluation.name_losses(short, load_tokenizer("pocket"))
-    assert 0 < first < math.inf and 0 < later < math.inf
+def assert_card_has(card: str, columns: list[dict[str, float]]) -> None:
+    """Every figure stands in a line of the card's table, a column for each model."""
+    for name in columns[0]:
+        cells = " | ".join(f"{column[name]:.4f}" for column in columns)
+        assert f"| {name} | {cells} |\n" in card
 
 
-def test_the_models_are_small_enough() -> None:
-    assert sum(path.stat().st_size for path in FOLDER.glob("*/model.safetensors")) <= 40e6
-
-
-@pytest.mark.parametrize("name", ["teacher", "llama", "bct", *STUDENTS])
-def test_shipped_models_are_those_of_their_recipes_figures_and_cards(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe, model, figures = recipe_of(name), shipped_model(name), figures_of(name)
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_models_are_those_of_their_recipes_figures_and_cards(name: str) -> None:
+    recipe, model, figures = RECIPES[name], shipped_model(name), figures_of(name)
     assert model.config == replace(recipe.config, dropout=0.0)
     config = read_json(FOLDER / name / "config.json")
     assert config.get("resid_pdrop", 0.0) == recipe.config.dropout
-    # what the teacher writes takes a minute to write
-    monkeypatch.setattr(coherence, "continue_prompts", lambda *_, **__: ["\0"])
     card = (FOLDER / name / "README.md").read_text()
-    parts = checkpoints.model_card(recipe, model, figures).split("\0")
-    assert all(part in card for part in parts) and (len(parts) > 1 or parts == [card])
+    steps, tokens = steps_and_tokens(recipe)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    for said in (f"{steps:,} steps", f"{tokens / 1e6:.1f} million", f"{parameters:,} parameters"):
+        assert said in card
+    if name in STUDENTS:
+        divergences = " | ".join(f"{nats:.3f}" for nats in figures["kl"].values())
+        assert divergences in card
+        assert_card_has(card, [figures["student"]])
+    elif name == "bct":
+        columns = [figures[way] for way in ("full", "bct", "window", "sinks")]
+        equal_bytes = evaluation.window_of_equal_bytes(model.config)
+        assert [column.pop("tokens") for column in columns[2:]] == [equal_bytes] * 2
+        assert_card_has(card, columns)
+    else:
+        before = [figures_of("teacher")] if name == "llama" else []
+        assert_card_has(card, [*before, figures])
     names = {"README.md", "config.json", "figures.json", "loss.png", "model.safetensors"}
     extra_names = {"teacher": {"tokenizer.tiktoken"}, "bct": {"ablation.json"}}.get(name, set())
     assert {path.name for path in (FOLDER / name).iterdir()} == names | extra_names
 
 
-def test_bct_beats_windows_of_equal_bytes() -> None:
-    figures = figures_of("bct")
-    for other in ("window", "sinks"):
-        for figure in ("perplexity", "recall_nats"):
-            assert figures["bct"][figure] < figures[other][figure]
-    assert figures["window"]["tokens"] == evaluation.window_of_equal_bytes(
-        shipped_model("bct").config
-    )
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["teacher", "llama", "bct", "window", "sinks"])
+@pytest.mark.parametrize("name", ["teacher", "llama", "bct"])
 def test_recorded_figures_are_those_of_the_weights(name: str, tokenizer) -> None:
-    figures = figures_of("bct").get(name) or figures_of(name)
-    if name in ("window", "sinks"):
-        sinks = 4 * (name == "sinks")
-        model_class = evaluation.windowed(figures["tokens"] - sinks, sinks)
-        model = load_model("pocket", model_class=model_class)
-    else:
-        model = shipped_model(name)
+    model, figures = shipped_model(name), figures_of(name)
+    figures = figures.get(name, figures)
     perplexity = evaluation.perplexity(model, tokenizer, "test")
     assert perplexity == pytest.approx(figures["perplexity"], rel=1e-3)
     _, right = evaluation.score_answers(model, tokenizer, corpus.recall_questions("test", 300))

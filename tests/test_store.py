@@ -196,14 +196,6 @@ def test_bad_input_is_refused_with_both_numbers(tiny: GPT) -> None:
 # --- The model ------------------------------------------------------------------------------------------------------
 
 
-def test_fingerprint_is_that_of_weights_and_dtype(tiny: GPT) -> None:
-    same, half, other = (tiny_model() for _ in range(3))
-    with torch.no_grad():
-        other.h[1].mlp.c_proj.bias[3] += 1e-3
-    assert fingerprint(same) == fingerprint(tiny)
-    assert len({fingerprint(model) for model in (tiny, half.half(), other)}) == 3
-
-
 def add_buffer(model: nn.Module) -> None:
     model.register_buffer("scale", torch.ones(2), persistent=False)
 
@@ -216,15 +208,22 @@ def change_config(model: nn.Module) -> None:
     model.config = replace(TINY, n_ctx=16)
 
 
-@pytest.mark.parametrize("change", [add_buffer, change_class, change_config])
-def test_a_model_of_equal_weights_that_is_another_has_another_folder(
-    store: Store, change: Callable
-) -> None:
+def change_weights(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.h[1].mlp.c_proj.bias[3] += 1e-3
+
+
+@pytest.mark.parametrize(
+    "change", [add_buffer, change_class, change_config, change_weights, nn.Module.half]
+)
+def test_another_model_has_another_folder(store: Store, change: Callable) -> None:
     put(store, [1] * 9)
-    other = tiny_model()
+    same, other = tiny_model(), tiny_model()
     change(other)
+    assert fingerprint(same) == fingerprint(store.model) != fingerprint(other)
     theirs = Store(other, store.folder.parent)
-    assert theirs.folder != store.folder and len(theirs.get([1] * 9)) == 0
+    assert theirs.folder != store.folder and found(theirs, [1] * 9) == 0
+    assert found(store, [1] * 9) == 9
 
 
 def test_a_subclass_of_a_lectures_model_is_that_model_unless_it_says_otherwise(
@@ -258,13 +257,21 @@ def add_hook(model: nn.Module) -> None:
     model.h[0].mlp.register_forward_hook(lambda module, inputs, output: 2 * output)
 
 
-@pytest.mark.parametrize("change", [change_eps, add_buffer, add_hook])
+def replace_weights(model: nn.Module) -> None:
+    weight = model.h[1].mlp.c_fc.bias
+    weight.data = weight.data + 1
+
+
+@pytest.mark.parametrize(
+    "change", [change_eps, add_buffer, add_hook, change_weights, replace_weights]
+)
 def test_a_model_that_changes_in_use_is_refused(change: Callable) -> None:
     model = tiny_model()
-    store = Store(model)
+    store, cache = Store(model), prefilled_cache(model, [1, 2, 3])
     change(model)
-    with pytest.raises(ValueError, match="settings have changed"):
-        store.get([1, 2])
+    for use in (lambda: store.get([1, 2, 3]), lambda: store.put([1, 2, 3], cache)):
+        with pytest.raises(ValueError, match="weights or settings have changed"):
+            use()
 
 
 def test_a_store_of_the_older_kind_is_refused_and_left_as_it_is(tiny: GPT, tmp_path: Path) -> None:
@@ -275,26 +282,6 @@ def test_a_store_of_the_older_kind_is_refused_and_left_as_it_is(tiny: GPT, tmp_p
     with pytest.raises(ValueError, match="holds caches of an older kind: name another folder"):
         Store(tiny, tmp_path)
     assert contents(tmp_path) == before
-
-
-def test_two_models_share_a_folder_without_meeting(store: Store) -> None:
-    theirs = Store(tiny_model(1), store.folder.parent)
-    put(store, [1] * 9)
-    assert found(theirs, [1] * 9) == 0 and found(store, [1] * 9) == 9
-
-
-@pytest.mark.parametrize(
-    "change",
-    [nn.init.ones_, lambda weight: setattr(weight, "data", weight.data + 1)],
-    ids=["in place", "replaced"],
-)
-def test_weights_that_changed_are_noticed(change: Callable) -> None:
-    model = GPT(TINY).eval()
-    store, cache = Store(model), prefilled_cache(model, [1, 2, 3])
-    change(model.get_parameter("h.1.mlp.c_fc.bias"))
-    for use in (lambda: store.get([1, 2, 3]), lambda: store.put([1, 2, 3], cache)):
-        with pytest.raises(ValueError, match="weights or settings have changed"):
-            use()
 
 
 def test_caches_of_a_model_in_training_are_refused() -> None:

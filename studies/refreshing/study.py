@@ -65,7 +65,7 @@ from overfill import (
 from pair import default_student, geometry_difference, load_pair, splice_last
 from pocket import corpus
 from pocket.evaluation import token_losses
-from pocket.recipes import pruning
+from pocket.recipes import narrowed
 from recycle import read_prompts
 from studies.core import (
     REAL_MODEL,
@@ -521,8 +521,7 @@ def measure_at_size(rows: Rows, quick: bool) -> None:
     student narrowed as pocket's is."""
     size, new_tokens, turns = ("2x2x64", 70, 1) if quick else ("355M", 260, 5)
     teacher = random_model(GPT, size)
-    student_config = pruning("pocket", teacher.config, "segments").config
-    student = order_for_decoding(GPT(student_config)).eval()
+    student = order_for_decoding(GPT(narrowed(teacher.config))).eval()
     ids = torch.randint(50257, (1, 64), generator=torch.Generator().manual_seed(0))
     setting = {"model": "355M", "tokens": 260}
     texts = Texts(
