@@ -50,27 +50,20 @@ def check(exercise: str, *definitions: type | FunctionType) -> None:
     chapter, number = exercise.split(".")
     folder = blocks.chapter_folders([int(chapter)])[0].name
     write_text(WORK / folder / "exercise.py", "\n\n".join(map(cell_source, definitions)))
-    command = f"-m pytest chapters/{folder} -m ex{chapter}_{number} -x --no-header -p no:cacheprovider --from".split()
-    result = blocks.run_process("python3", *command, str(WORK))
+    command = f"-m pytest chapters/{folder} -m ex{chapter}_{number} -x --no-header -p no:cacheprovider --from"
+    result = blocks.run_process("python3", *command.split(), str(WORK))
     if unwritten := re.search(r"not written yet: (\S+)", result.stdout):
         print(f"{exercise}: {unwritten[1]} isn't written yet")
-    elif points := re.search(
-        rf"^  {re.escape(exercise)} +(\d+ of \d+) *(.*)$", result.stdout, re.M
-    ):
+    elif points := re.search(rf"^  {exercise} +(\d+ of \d+) *(.*)$", result.stdout, re.M):
         failure = re.search(r"^=+ (?:FAILURES|ERRORS) =+\n(.*?)^=", result.stdout, re.M | re.S)
-        result_line = f"{exercise}: {points[1]} points; {points[2]}".removesuffix("; ")
-        print(f"{failure[1]}\n" if failure else "", result_line, sep="")
+        print(f"{failure[1]}\n" if failure else "", end="")
+        print(f"{exercise}: {points[1]} points; {points[2]}".removesuffix("; "))
     else:
         print(result.stdout, result.stderr)
 
 
 def cell_source(definition: type | FunctionType) -> str:
     """Return the source of the cell that defines a function or class, imports and all."""
-    members = (
-        vars(definition).values() if isinstance(definition, type) else [inspect.unwrap(definition)]
-    )
-    return "".join(
-        linecache.getlines(
-            next(member.__code__.co_filename for member in members if hasattr(member, "__code__"))
-        )
-    )
+    members = [*vars(definition).values(), inspect.unwrap(definition)]
+    file = next(member.__code__.co_filename for member in members if hasattr(member, "__code__"))
+    return "".join(linecache.getlines(file))
