@@ -1,7 +1,7 @@
 """The functions that the notebook of the two-hour course uses.
 
-They show code and differences of the scripts, run commands, and test a cell's functions with the chapter's own tests.
-What is tested is written to `results/two_hours/`: a student's exercise.py stays as it is.
+They run commands, and test a cell's functions with the chapter's own tests. What is tested is written to
+`results/two_hours/`: a student's exercise.py stays as it is.
 """
 
 import inspect
@@ -14,27 +14,6 @@ from chapters.builder import blocks
 from support.files import write_text
 
 WORK = blocks.ROOT / "results" / "two_hours"
-
-
-class Markdown(str):
-    """Markdown that a notebook renders."""
-
-    __repr__ = _repr_markdown_ = str.__str__
-
-
-def code(file: str, name: str, start: str = "", end: str = "") -> Markdown:
-    """Return a class, function or method of a file, or its lines from one that has `start` to one that has `end`."""
-    return with_links(blocks.code(file, name, start, end))
-
-
-def diff(old: str, new: str, number: int, last: int = 0) -> Markdown:
-    """Return a hunk, or several, of the difference of two files."""
-    return with_links(blocks.diff(old, new, number, last))
-
-
-def with_links(text: str) -> Markdown:
-    """Return a chapter's text with links that lead from here."""
-    return Markdown(text.replace("](../../", "](../"))
 
 
 def run(words: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import benchmarks.pages
 import studies.pages
-from chapters.builder import front, live, notebook, side_by_side
+from chapters.builder import live, notebook, side_by_side
 from chapters.builder.blocks import CHAPTERS, ROOT, chapter_pictures, stub_of
 from chapters.builder.filler import PAGES, filled
 from support.cli import CommandLine
@@ -36,7 +36,6 @@ def build_files(names: Sequence[str]) -> dict[Path, str]:
         files[live.WEIGHTS] = live.weights_script()
     if not names:
         files |= side_by_side.comparison_pages(texts)
-        files[CHAPTERS / "front.svg"] = front.front_picture()
         if (CHAPTERS / "00_setup" / "solution.py").exists():
             files[notebook.FILE] = notebook.make_notebook(texts)
     return files

@@ -63,21 +63,20 @@ def first_line(node: ast.AST) -> int:
     return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
 
 
-def defined_names(node: ast.AST) -> list[str]:
-    """Return the names that a statement defines."""
-    targets = [ast.unparse(target) for target in getattr(node, "targets", [])]
-    return [*targets, getattr(node, "name", "")]
-
-
 def source_lines(file: str, name: str) -> tuple[int, list[str]]:
     """Return the line number and the lines of a class, function, method (Class.method) or constant of a file."""
     text = project_text(file)
     node = ast.parse(text)
     for name_part in name.split("."):
-        named = [inner for inner in node.body if name_part in defined_names(inner)]
-        if not named:
+        names = {
+            ast.unparse(target): inner
+            for inner in node.body
+            for target in getattr(inner, "targets", ())
+        }
+        names |= {inner.name: inner for inner in node.body if hasattr(inner, "name")}
+        if name_part not in names:
             raise ValueError(f"{file} has no {name}")
-        node = named[0]
+        node = names[name_part]
     first_number = first_line(node)
     return first_number, text.splitlines()[first_number - 1 : node.end_lineno]
 

@@ -3,8 +3,8 @@
   two hours MINUTES      opens a part, which ends at <!-- end two hours -->; it keeps the heading that it stands under
   exercise N.M MINUTES   the exercise's cell, and one that tests it
 
-Text and pictures become Markdown; code, diffs and commands become cells that make them, with their outputs. The output
-of a ```bash block (it has times in it) or of a test is recorded: made once, and kept until its cell changes.
+Text, code and pictures become Markdown; commands become cells that run them, with their outputs. The output of a
+```bash block (it has times in it) or of a test is recorded: made once, and kept until its cell changes.
 """
 
 import ast
@@ -29,15 +29,15 @@ PART = re.compile(
     re.M | re.S,
 )
 PIECE = re.compile(
-    r"^<!-- \{\{ (code|diff|output)\(([^\n]*)\) \}\} -->\n.*?^<!-- end -->$|"
-    r"^```(bash)\n((?:python3 [^\n]*\n)+)```$",
+    r"^<!-- \{\{ output\(([^\n]*)\) \}\} -->\n.*?^<!-- end -->$|"
+    r"^```bash\n((?:python3 [^\n]*\n)+)```$",
     re.M | re.S,
 )
 START = """import os, sys
 if not os.path.exists("gpt_kv_cache.py"):
     os.chdir("..")
 sys.path.insert(0, os.getcwd())
-from chapters.room import check, code, diff, run"""
+from chapters.room import check, run"""
 TITLE = """# The KV cache in two hours
 
 | chapter | minutes |
@@ -70,15 +70,12 @@ def part_cells(text: str, folder: Path) -> list[dict]:
     cells, end = [], 0
     for match in PIECE.finditer(text):
         cells.append(markdown_cell(text[end : match.start()], folder))
-        end, (function, arguments, shell, commands) = match.end(), match.groups()
-        if shell:
-            for command in commands.splitlines():
-                cells.append(command_cell(shlex.split(command, comments=True), recorded=True))
-        elif function == "output":
+        end, (arguments, commands) = match.end(), match.groups()
+        for command in (commands or "").splitlines():
+            cells.append(command_cell(shlex.split(command, comments=True), recorded=True))
+        if arguments:
             command, *words = ast.literal_eval(f"[{arguments}]")
             cells.append(command_cell([*shlex.split(command), *words]))
-        else:
-            cells.append(code_cell(f"{function}({arguments})"))
     return [*cells, markdown_cell(text[end:], folder)]
 
 

@@ -5,6 +5,7 @@
 
 import difflib
 import re
+from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -30,39 +31,29 @@ LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
 TEMPLATE = TEMPLATES.get_template("side_by_side.html")
 
 
+def notes_of(chapters: dict[Path, str], pattern: re.Pattern[str]) -> Iterator[tuple[str, ...]]:
+    """Yield what a pattern finds in the chapters' README.md files: the place that it is about, and the words on it as
+    HTML, with a link to the chapter."""
+    for path, text in chapters.items():
+        folder = path.parent.name
+        for *place, words in pattern.findall(HUNK.sub("", text)):
+            words = re.sub(r"<!-- margin: (.*) -->", r"\1", words, flags=re.S)
+            if words.startswith(("#", "<!--", "|", "```", "- ")):
+                continue  # not words on the hunk
+            words = LINK.sub(r"\1", COMMENT.sub("", words))  # links by their words
+            words = MARKDOWN.renderInline(" ".join(words.split()))
+            link = f'<a href="../{folder}/README.md">chapter {int(folder[:2])}</a>'
+            yield *place, f"{words} ({link})"
+
+
 def margin_words(chapters: dict[Path, str]) -> dict[tuple[str, str], dict[int, list[str]]]:
     """Return what the chapters' README.md files say of each hunk, by its two files and its
     number."""
     words_by_hunk: dict[tuple[str, str], dict[int, list[str]]] = {pair: {} for pair in PAIRS}
-    for path, text in chapters.items():
-        for old, new, first, last, words in WORDS.findall(HUNK.sub("", text)):
-            words = re.sub(r"<!-- margin: (.*) -->", r"\1", words, flags=re.S)
-            if words.startswith(("#", "<!--", "|", "```", "- ")):
-                continue  # not words on the hunk
-            hunk_numbers = f"hunks {first} to {last}: " if last else ""
-            notes = words_by_hunk[old, new].setdefault(int(first), [])
-            notes.append(f"{hunk_numbers}{margin_note(path, words)}")
+    for old, new, first, last, words in notes_of(chapters, WORDS):
+        hunks = f"hunks {first} to {last}: " if last else ""
+        words_by_hunk[old, new].setdefault(int(first), []).append(hunks + words)
     return words_by_hunk
-
-
-def words_beside(chapters: dict[Path, str], file: str) -> dict[int, str]:
-    """Return what the chapters' README.md files say of single definitions of a file, by the index of the line at which
-    each begins. Raises ValueError if the file doesn't have one of them."""
-    words_by_line = {}
-    for path, text in chapters.items():
-        for name_of_file, definition, words in BESIDE.findall(text):
-            if name_of_file == file:
-                first_number, _ = source_lines(file, definition)
-                words_by_line[first_number - 1] = margin_note(path, words)
-    return words_by_line
-
-
-def margin_note(path: Path, words: str) -> str:
-    """Return words from a chapter's README.md as HTML, with a link to the chapter."""
-    folder = path.parent.name
-    words = LINK.sub(r"\1", COMMENT.sub("", words))  # links by their words
-    words = MARKDOWN.renderInline(" ".join(words.split()))
-    return f'{words} (<a href="../{folder}/README.md">chapter {int(folder[:2])}</a>)'
 
 
 def make_rows(
@@ -161,7 +152,10 @@ def comparison_pages(chapters: dict[Path, str]) -> dict[Path, str]:
     for pair in PAIRS:
         texts = [project_text(name).splitlines() for name in pair]
         left, right = map(highlight_python, map(project_text, pair))
-        beside = words_beside(chapters, pair[1])
+        beside = {}  # words on single definitions, by the line at which each begins
+        for file, name, words in notes_of(chapters, BESIDE):
+            if file == pair[1]:
+                beside[source_lines(file, name)[0] - 1] = words
         rows = make_rows(texts, find_hunks(*pair), words_by_pair[pair], beside)
         for row in rows:
             if "old new" in row.get("kind", ""):

@@ -46,18 +46,13 @@ def neighbour_links(path: Path) -> list[tuple[str, str]]:
     if path not in texts:
         return [] if path.stem == "README" else [("README.md", "All chapters")]
     number = texts.index(path)
-    before, following = texts[:number][-1:], texts[number + 1 :][:1]
-    return [
-        *(
-            (f"../{text.parent.name}/README.md", f"← {title_of(read_text(text))}")
-            for text in before
-        ),
-        ("../README.md", "All chapters"),
-        *(
-            (f"../{text.parent.name}/README.md", f"{title_of(read_text(text))} →")
-            for text in following
-        ),
-    ]
+
+    def link(text: Path, words: str) -> tuple[str, str]:
+        return f"../{text.parent.name}/README.md", words.format(title_of(read_text(text)))
+
+    before = [link(text, "← {}") for text in texts[:number][-1:]]
+    after = [link(text, "{} →") for text in texts[number + 1 :][:1]]
+    return [*before, ("../README.md", "All chapters"), *after]
 
 
 def page_of(path: Path, published: dict[Path, Path], folder: Path, source: str | None) -> str:
