@@ -32,13 +32,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def exercise_points() -> dict[str, int]:
     """Return what every exercise is worth, from the tables in the chapters' texts."""
-    points_by_marker: dict[str, int] = {}
-    for path in sorted(CHAPTERS.glob("[0-9]*/README.md")):
-        rows = re.findall(r"^\| (\d+)\.(\d+) \|.* (\d+) \|$", path.read_text("utf-8"), re.M)
-        points_by_marker |= {
-            f"ex{chapter}_{number}": int(points) for chapter, number, points in rows
-        }
-    return points_by_marker
+    texts = [path.read_text("utf-8") for path in sorted(CHAPTERS.glob("[0-9]*/README.md"))]
+    rows = re.findall(r"^\| (\d+)\.(\d+) \|.* (\d+) \|$", "\n".join(texts), re.M)
+    return {f"ex{chapter}_{number}": int(points) for chapter, number, points in rows}
 
 
 def pytest_configure(config: pytest.Config) -> None:
