@@ -50,6 +50,8 @@ def main(argv: list[str] | None = None) -> None:
         writable_folder(args.output.parent)  # or hours would be lost
         chapters = chapter_folders(args.chapters)
         students = sorted(path for path in args.folder.iterdir() if path.is_dir())
+        if not students:
+            raise ValueError(f"there is no student's folder in {args.folder}")
         rows, exercises = [], set()
         for student in tqdm(students, unit="student", disable=None):
             points, notes = {}, []
