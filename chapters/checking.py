@@ -5,10 +5,10 @@ stay untouched."""
 import random
 import re
 import reprlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 CONTAINERS = (list, tuple, set, frozenset, deque, Mapping)
-OF_A_CLASS = (Tensor, *CONTAINERS, MemberDescriptorType)  # what a class may hold for its objects
 
 
 def assert_close(
@@ -43,21 +42,15 @@ def assert_close(
 def assert_same(actual: Sequence[object], expected: Sequence[object], what: str) -> None:
     """Fail unless two sequences are equal; name the first difference."""
     __tracebackhide__ = True
-    for i, (actual_entry, expected_entry) in enumerate(zip(actual, expected, strict=False)):
-        if actual_entry != expected_entry:
-            pytest.fail(
-                f"{what}: the first difference is at index {i}: {actual_entry!r}, must be {expected_entry!r}"
-            )
+    for i, (found, wanted) in enumerate(zip(actual, expected, strict=False)):
+        difference = f"{what}: the first difference is at index {i}"
+        assert found == wanted, f"{difference}: {found!r}, must be {wanted!r}"
     assert len(actual) == len(expected), f"{what}: {len(actual)} entries, must be {len(expected)}"
 
 
 def reachable(owner: object) -> Iterator[tuple[str, object]]:
-    """Yield an object and everything reachable from it, each once, with its path, such as
-    ".layers[0]".
-
-    The search follows attributes, also those of an object's class, the entries of containers, and
-    the variables that functions close over. It doesn't enter models, modules or classes.
-    """
+    """Yield an object and everything reachable from it by attributes and by entries of containers, each once, with its
+    path, such as ".layers[0]". The search doesn't enter models, modules or classes."""
     seen: dict[int, object] = {}  # keeps the objects, so that no other gets their id
     waiting = deque([("", owner)])
     while waiting:
@@ -66,65 +59,40 @@ def reachable(owner: object) -> Iterator[tuple[str, object]]:
             continue
         seen[id(thing)] = thing
         yield path, thing
-        if isinstance(thing, Tensor):
-            if thing.grad is not None:
-                waiting.append((f"{path}.grad", thing.grad))
-        elif isinstance(thing, Mapping):
+        if isinstance(thing, Mapping):
             waiting += [(f"{path}[{key!r}]", entry) for key, entry in thing.items()]
         elif isinstance(thing, CONTAINERS):
             waiting += [(f"{path}[{i}]", entry) for i, entry in enumerate(thing)]
-        elif isinstance(thing, MethodType):
-            waiting.append((path, thing.__self__))
-        elif isinstance(thing, FunctionType):
-            waiting += [(path, cell.cell_contents) for cell in thing.__closure__ or ()]
-        elif not isinstance(thing, nn.Module | ModuleType | type):
-            names = {*getattr(thing, "__dict__", ())}
-            for kind in type(thing).__mro__:
-                names |= {
-                    name for name, entry in vars(kind).items() if isinstance(entry, OF_A_CLASS)
-                }
-            names = [n for n in sorted(names) if not n.startswith("__") and hasattr(thing, n)]
-            waiting += [(f"{path}.{name}", getattr(thing, name)) for name in names]
-
-
-def kept_bytes(owner: object) -> dict[str, int]:
-    """Return the bytes that an object keeps, by path: all memory of every tensor that can be
-    reached from it, even if the tensor is a small slice of that memory; and 8 bytes for each entry
-    of a container."""
-    storages, kept = set(), {}
-    for path, thing in reachable(owner):
-        if isinstance(thing, Tensor):
-            storage = thing.untyped_storage()
-            if storage._cdata not in storages:
-                storages.add(storage._cdata)
-                kept[path] = storage.nbytes()
-        elif isinstance(thing, CONTAINERS):
-            kept[path] = 8 * len(thing)
-    return kept
+        elif not isinstance(thing, Tensor | nn.Module | ModuleType | type):
+            attributes = getattr(thing, "__dict__", {})
+            waiting += [(f"{path}.{name}", entry) for name, entry in attributes.items()]
 
 
 def assert_keeps(owner: object, at_most: int, what: str, spare: int = 256) -> None:
     """Fail if all that can be reached from an object keeps more than at_most + spare bytes; name
-    the largest parts.
+    the largest parts. A tensor keeps all memory that it is a slice of; an entry of a container counts 8 bytes.
 
     Memory that grows from pass to pass shows as too much, and so does a slice that keeps the tensor it was cut from.
     """
     __tracebackhide__ = True
-    kept = kept_bytes(owner)
-    if (total := sum(kept.values())) <= at_most + spare:
-        return
-    sums: dict[str, list[int]] = {}  # by attribute: bytes kept, bytes shown
+    kept, shown, storages = Counter(), Counter(), set()  # by attribute
     for path, thing in reachable(owner):
-        sizes = sums.setdefault(re.match(r"\W*\w*", path)[0] or "itself", [0, 0])
-        sizes[0] += kept.get(path, 0)
-        sizes[1] += thing.nbytes if isinstance(thing, Tensor) else kept.get(path, 0)
-    lines = []
-    for name, (size, shown) in sorted(sums.items(), key=lambda item: -item[1][0])[:3]:
-        if size == 0:
-            break
-        slices = f", for {shown:,} of its own: a slice keeps all of its tensor"
-        lines.append(f"{name} keeps {size:,}{slices if shown < size else ''}")
-    pytest.fail(f"{what}: {total:,} bytes are kept, {at_most:,} are enough: {'; '.join(lines)}")
+        name = re.match(r"\W*\w*", path)[0] or "itself"
+        if isinstance(thing, Tensor):
+            storage = thing.untyped_storage()
+            kept[name] += 0 if storage._cdata in storages else storage.nbytes()
+            shown[name] += thing.nbytes
+            storages.add(storage._cdata)
+        elif isinstance(thing, CONTAINERS):
+            kept[name] += 8 * len(thing)
+            shown[name] += 8 * len(thing)
+    total, parts = kept.total(), []
+    for name, size in kept.most_common(3):
+        slices = f", for {shown[name]:,} of its own: a slice keeps all of its tensor"
+        parts.append(f"{name} keeps {size:,}{slices if shown[name] < size else ''}")
+    assert total <= at_most + spare, (
+        f"{what}: {total:,} bytes are kept, {at_most:,} are enough: {'; '.join(parts)}"
+    )
 
 
 def assert_like(actual: object, like: Tensor, what: str) -> None:
@@ -167,7 +135,7 @@ def fail_in_layer(model: nn.Module, ids: Tensor, cache: object, layer: int) -> N
     try:
         model(ids, cache)
     except MemoryError:
-        instead = ""
+        return
     except NotImplementedError:  # a kind of RuntimeError: not written yet
         raise
     except RuntimeError as error:
@@ -175,7 +143,7 @@ def fail_in_layer(model: nn.Module, ids: Tensor, cache: object, layer: int) -> N
     finally:
         for hook in hooks:
             hook.remove()
-    assert not instead, f"a pass that is to fail in layer {layer} doesn't get there: {instead}"
+    pytest.fail(f"a pass that is to fail in layer {layer} doesn't get there: {instead}")
 
 
 def pass_after_failure(
@@ -199,15 +167,15 @@ def assert_refused(call: Callable[[], object], what: str, *needed: object) -> No
     must = "must be a ValueError" + f" that says {' and '.join(map(str, needed))}" * bool(needed)
     try:
         result = call()
-        came = "" if result is None else f": {reprlib.repr(result)} came back"
-        said, instead = "", f", and nothing was raised{came}"
     except ValueError as error:
-        said, instead = str(error), ""
+        said = str(error)
     except NotImplementedError:  # not written yet
         raise
     except Exception as error:
-        said, instead = "", f", not {error!r}"
-    assert not instead, f"{what}: {must}{instead}"
+        pytest.fail(f"{what}: {must}, not {error!r}")
+    else:
+        came = "" if result is None else f": {reprlib.repr(result)} came back"
+        pytest.fail(f"{what}: {must}, and nothing was raised{came}")
     missing = [x for x in needed if not re.search(rf"(?<!\w){re.escape(str(x))}(?!\w)", said)]
     assert not missing, f"{what}: {must}, and says {said!r}"
 

@@ -21,7 +21,6 @@ import pytest
 
 CHAPTERS = Path(__file__).resolve().parent
 sys.path.insert(0, str(CHAPTERS.parent))
-WAYS_AROUND = {"importlib", "runpy", "sys", "__import__", "exec", "eval"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,13 +32,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def exercise_points() -> dict[str, int]:
     """Return what every exercise is worth, from the tables in the chapters' texts."""
-    points_by_marker: dict[str, int] = {}
-    for path in sorted(CHAPTERS.glob("[0-9]*/README.md")):
-        rows = re.findall(r"^\| (\d+)\.(\d+) \|.* (\d+) \|$", path.read_text("utf-8"), re.M)
-        points_by_marker |= {
-            f"ex{chapter}_{number}": int(points) for chapter, number, points in rows
-        }
-    return points_by_marker
+    texts = [path.read_text("utf-8") for path in sorted(CHAPTERS.glob("[0-9]*/README.md"))]
+    rows = re.findall(r"^\| (\d+)\.(\d+) \|.* (\d+) \|$", "\n".join(texts), re.M)
+    return {f"ex{chapter}_{number}": int(points) for chapter, number, points in rows}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,20 +45,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def borrowed_names(path: Path, chapter: Path, given: Collection[str]) -> set[str]:
-    """Return the names by which a file could reach the project's own code, except for the given
-    modules."""
-    nodes = list(ast.walk(ast.parse(path.read_text("utf-8"))))
-    imported = {node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)}
-    for node in nodes:
-        if isinstance(node, ast.Import):
+    """Return the project's modules that a file imports, except for the given ones."""
+    imported = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            imported.add(node.module or ".")
+        elif isinstance(node, ast.Import):
             imported |= {alias.name for alias in node.names}
-    project_names = {"", *WAYS_AROUND}
-    for folder in (CHAPTERS.parent, chapter):
-        project_names |= {path.stem for path in folder.iterdir()}
-    borrowed = {
-        name for name in imported if name.partition(".")[0] in project_names and name not in given
+    own = {
+        "",
+        "importlib",
+        *(path.stem for folder in (CHAPTERS.parent, chapter) for path in folder.iterdir()),
     }
-    return borrowed | WAYS_AROUND & {node.id for node in nodes if isinstance(node, ast.Name)}
+    return {name for name in imported - {*given} if name.partition(".")[0] in own}
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +81,8 @@ def impl(request: pytest.FixtureRequest) -> ModuleType:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         # a SyntaxError has a location of its own
-        location = f'  File "{path}", line {lines[-1]}\n' if lines else ""
-        message = location + "".join(traceback.format_exception_only(error))
+        message = f'  File "{path}", line {lines[-1]}\n' if lines else ""
+        message += "".join(traceback.format_exception_only(error))
     if message:
         pytest.fail(message, pytrace=False)
     return module
@@ -98,11 +92,9 @@ def impl(request: pytest.FixtureRequest) -> ModuleType:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
     """Leave libraries' frames out of tracebacks, and keep the place of an exercise that isn't written yet."""
     if call.excinfo is not None:
-        project_frames = call.excinfo.traceback.filter(
-            lambda entry: "site-packages" not in str(entry.path)
-        )
-        if project_frames:
-            call.excinfo.traceback = project_frames
+        frames = call.excinfo.traceback
+        own_frames = frames.filter(lambda entry: "site-packages" not in str(entry.path))
+        call.excinfo.traceback = own_frames or frames
     report = yield
     if report.failed and call.excinfo.exconly().startswith("NotImplementedError: exercise "):
         last_frame = call.excinfo.traceback[-1]
@@ -122,8 +114,8 @@ def pytest_terminal_summary(
 ) -> None:
     """Print the points of every exercise that was tested: all or none, or, of one in stages, a point for each stage
     that is right. Write them to a file, too, if one is given: what the tested code prints isn't there."""
+    points = exercise_points()
     notes_by_exercise: dict[str, dict[int, str | None]] = {}  # by stage, what is wrong
-    points, earned_by_exercise = exercise_points(), {}
     for outcome in ("not written yet", "failed", "error", "skipped", "passed", "deselected"):
         for report in terminalreporter.stats.get(outcome, []):
             name = next((name for name in points if name in getattr(report, "keywords", ())), None)
@@ -140,20 +132,18 @@ def pytest_terminal_summary(
                 notes[stage] = None if outcome == "passed" else note
     if not notes_by_exercise:
         return
-    terminalreporter.section(f"points of {config.getoption('--impl')}.py")
+    terminalreporter.section(f"points of {config.option.impl}.py")
+    earned = {}
     for name in filter(notes_by_exercise.get, points):
         notes = notes_by_exercise[name]
         failures = [note for _, note in sorted(notes.items()) if note is not None]
-        earned = len(notes) - len(failures)
-        if 0 in notes:  # without stages
-            earned = 0 if failures else points[name]
         number = name.removeprefix("ex").replace("_", ".")
-        line = f"  {number:6} {earned:3} of {points[name]}   {[*failures, ''][0]}"
+        earned[number] = len(notes) - len(failures)
+        if 0 in notes:  # without stages
+            earned[number] = 0 if failures else points[name]
+        line = f"  {number:6} {earned[number]:3} of {points[name]}   {[*failures, ''][0]}"
         terminalreporter.write_line(line.rstrip())
-        earned_by_exercise[number] = earned
-    total = sum(earned_by_exercise.values())
-    terminalreporter.write_line(
-        f"  total  {total:3} of {sum(points[name] for name in notes_by_exercise)}"
-    )
-    if file := config.getoption("--points"):
-        Path(file).write_text(json.dumps(earned_by_exercise), encoding="utf-8")
+    total, whole = sum(earned.values()), sum(map(points.get, notes_by_exercise))
+    terminalreporter.write_line(f"  total  {total:3} of {whole}")
+    if config.option.points:
+        Path(config.option.points).write_text(json.dumps(earned), encoding="utf-8")

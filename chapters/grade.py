@@ -52,21 +52,20 @@ def main(argv: list[str] | None = None) -> None:
         students = sorted(path for path in args.folder.iterdir() if path.is_dir())
         if not students:
             raise ValueError(f"there is no student's folder in {args.folder}")
-        rows, exercises = [], {}
+        rows, exercises = [], set()
         for student in tqdm(students, unit="student", disable=None):
-            points_by_exercise, notes = {}, []
+            points, notes = {}, []
             for chapter in chapters:
                 earned, note = grade_chapter(student, chapter)
-                points_by_exercise |= earned
-                if note:
-                    notes.append(note)
-            exercises |= points_by_exercise
-            rows.append((student.name, points_by_exercise, "; ".join(notes)))
+                points |= earned
+                notes += [note] if note else []
+            exercises |= points.keys()
+            rows.append((student.name, points, "; ".join(notes)))
         columns = sorted(exercises, key=lambda exercise: [*map(int, exercise.split("."))])
-        table = []
-        for student_name, points_by_exercise, note in rows:
-            points = [points_by_exercise.get(column, 0) for column in columns]
-            table.append([student_name, *points, sum(points), note])
+        table = [
+            [name, *(points.get(column, 0) for column in columns), sum(points.values()), note]
+            for name, points, note in rows
+        ]
         write_csv(args.output, ["student", *columns, "total", "note"], table)
         print(f"written: {args.output}, {len(students)} students, {len(columns)} exercises")
 

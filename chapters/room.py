@@ -1,7 +1,7 @@
 """The functions that the notebook of the two-hour course uses.
 
-They show code and differences of the scripts, run commands, and test a cell's functions with the chapter's own tests.
-What is tested is written to `results/two_hours/`: a student's exercise.py stays as it is.
+They run commands, and test a cell's functions with the chapter's own tests. What is tested is written to
+`results/two_hours/`: a student's exercise.py stays as it is.
 """
 
 import inspect
@@ -14,27 +14,6 @@ from chapters.builder import blocks
 from support.files import write_text
 
 WORK = blocks.ROOT / "results" / "two_hours"
-
-
-class Markdown(str):
-    """Markdown that a notebook renders."""
-
-    __repr__ = _repr_markdown_ = str.__str__
-
-
-def code(file: str, name: str, start: str = "", end: str = "") -> Markdown:
-    """Return a class, function or method of a file, or its lines from one that has `start` to one that has `end`."""
-    return with_links(blocks.code(file, name, start, end))
-
-
-def diff(old: str, new: str, number: int, last: int = 0) -> Markdown:
-    """Return a hunk, or several, of the difference of two files."""
-    return with_links(blocks.diff(old, new, number, last))
-
-
-def with_links(text: str) -> Markdown:
-    """Return a chapter's text with links that lead from here."""
-    return Markdown(text.replace("](../../", "](../"))
 
 
 def run(words: str) -> None:
@@ -50,27 +29,20 @@ def check(exercise: str, *definitions: type | FunctionType) -> None:
     chapter, number = exercise.split(".")
     folder = blocks.chapter_folders([int(chapter)])[0].name
     write_text(WORK / folder / "exercise.py", "\n\n".join(map(cell_source, definitions)))
-    command = f"-m pytest chapters/{folder} -m ex{chapter}_{number} -x --no-header -p no:cacheprovider --from".split()
-    result = blocks.run_process("python3", *command, str(WORK))
+    command = f"-m pytest chapters/{folder} -m ex{chapter}_{number} -x --no-header -p no:cacheprovider --from"
+    result = blocks.run_process("python3", *command.split(), str(WORK))
     if unwritten := re.search(r"not written yet: (\S+)", result.stdout):
         print(f"{exercise}: {unwritten[1]} isn't written yet")
-    elif points := re.search(
-        rf"^  {re.escape(exercise)} +(\d+ of \d+) *(.*)$", result.stdout, re.M
-    ):
+    elif points := re.search(rf"^  {exercise} +(\d+ of \d+) *(.*)$", result.stdout, re.M):
         failure = re.search(r"^=+ (?:FAILURES|ERRORS) =+\n(.*?)^=", result.stdout, re.M | re.S)
-        result_line = f"{exercise}: {points[1]} points; {points[2]}".removesuffix("; ")
-        print(f"{failure[1]}\n" if failure else "", result_line, sep="")
+        print(f"{failure[1]}\n" if failure else "", end="")
+        print(f"{exercise}: {points[1]} points; {points[2]}".removesuffix("; "))
     else:
         print(result.stdout, result.stderr)
 
 
 def cell_source(definition: type | FunctionType) -> str:
     """Return the source of the cell that defines a function or class, imports and all."""
-    members = (
-        vars(definition).values() if isinstance(definition, type) else [inspect.unwrap(definition)]
-    )
-    return "".join(
-        linecache.getlines(
-            next(member.__code__.co_filename for member in members if hasattr(member, "__code__"))
-        )
-    )
+    members = [*vars(definition).values(), inspect.unwrap(definition)]
+    file = next(member.__code__.co_filename for member in members if hasattr(member, "__code__"))
+    return "".join(linecache.getlines(file))

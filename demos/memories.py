@@ -58,13 +58,16 @@ def memories_of(name: str, slots: int = SLOTS, **options: Any) -> dict[str, Memo
     n_ctx = model.config.n_ctx
     if not SINKS + 1 < slots <= n_ctx + 1:
         raise ValueError(f"--slots {slots}: at least {SINKS + 2}, at most {n_ctx + 1}")
-    window_with_sinks, memories = slots - 1 - SINKS, {}
-    for way, label, *ring in (
-        ("full", f"full, {n_ctx} tokens", n_ctx),
-        ("window", f"window of {slots - 1}", slots - 1),
-        ("sinks", f"{SINKS} sinks + window of {window_with_sinks}", window_with_sinks, SINKS),
-    ):
-        memories[way] = Memory(label, model, lambda _, ring=ring: SlidingWindowCache(*ring))
+    window = slots - 1  # a slot is spare
+
+    def ring(label: str, *sizes: int) -> Memory:
+        return Memory(label, model, lambda _: SlidingWindowCache(*sizes))
+
+    memories = {
+        "full": ring(f"full, {n_ctx} tokens", n_ctx),
+        "window": ring(f"window of {window}", window),
+        "sinks": ring(f"{SINKS} sinks + window of {window - SINKS}", window - SINKS, SINKS),
+    }
     if name == "pocket":
         bct = load_model("pocket-bct", model_class=BCT, **options)
         label = f"BCT: {bct.config.slots} slots + {bct.config.recent} recent"

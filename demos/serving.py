@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import tiktoken
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from formats.chat import encode_fact_question, encode_prompt
 from gpt_bounded_cache import SlidingWindowCache
@@ -47,9 +46,9 @@ def prompts_of(tokenizer: tiktoken.Encoding, name: str = "pocket") -> list[list[
     if name.startswith("pocket"):
         return [*map(tokenizer.encode_ordinary, read_prompts(DATA / "paged_prompts.csv"))]
     text = read_texts()[HEADER_TEXT][:HEADER_CHARACTERS]
-    questions = read_questions()[HEADER_TEXT][:6]
+    pairs = zip(read_questions()[HEADER_TEXT][:6], read_prompts_of_kind("open"), strict=False)
     prompts = []
-    for asked, task in zip(questions, read_prompts_of_kind("open"), strict=False):
+    for asked, task in pairs:
         prompts.append(encode_fact_question(text, asked.question, tokenizer))
         prompts.append(encode_prompt(task, tokenizer))
     return prompts
@@ -202,9 +201,8 @@ class ServingRecord:
             blocks = "".join(map(block_symbol, steps[-1]["owners"], steps[-1]["found"]))
             events = []
             for event in ("admitted", "put back", "complete"):
-                letters = [LETTERS[n] for step in steps for n in step["events"].get(event, [])]
-                if letters:
-                    events.append(f"{''.join(letters)} {event}")
+                texts = [LETTERS[n] for step in steps for n in step["events"].get(event, [])]
+                events += [f"{''.join(texts)} {event}"] if texts else []
             lines.append(f"{first + len(steps):>6}  {blocks}  {', '.join(events)}".rstrip())
         return "\n".join(lines)
 
@@ -234,13 +232,9 @@ def block_symbol(owners: list[int], can_be_found: bool) -> str:
     return ":" if can_be_found else "."
 
 
-def faster_of_two(run: Callable[[], Any], bar: tqdm) -> tuple[float, Any]:
-    """Return the seconds of the faster of two runs, and what it returns; a bar advances with each."""
-    runs = []
-    for _ in range(2):
-        runs.append(time_call(run))
-        bar.update()
-    return min(runs, key=lambda timed: timed[0])
+def faster_of_two(run: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the seconds of the faster of two runs, and what it returns."""
+    return min((time_call(run) for _ in range(2)), key=lambda timed: timed[0])
 
 
 def demo(
@@ -274,7 +268,6 @@ def demo(
     if n_blocks:
         new_server(n_blocks)  # too few are refused before anything takes time
     rows, all_texts = [], []
-    bar = tqdm(total=8, unit=" runs", leave=False, delay=2)
 
     def add_row(name: str, seconds: float, served: Served, *counts: object) -> None:
         all_texts.append(served.texts)
@@ -283,22 +276,17 @@ def demo(
         rows.append([name, *(f"{figure:,.0f}" for figure in figures), *map(str, counts), same])
 
     for name, serve in (("one at a time", one_at_a_time), ("a padded batch", padded_batch)):
-        seconds, served = faster_of_two(partial(serve, model, prompts, limits), bar)
-        add_row(name, seconds, served, "-", "-", "-")
-    blocks_needed = [
+        add_row(name, *faster_of_two(partial(serve, model, prompts, limits)), "-", "-", "-")
+    needed = [
         -(-(length + limit - 1) // block_size)
         for length, limit in zip(lengths, limits, strict=True)
     ]
-    budget = sum(blocks_needed)
+    budget = sum(needed)
     for name in ("blocks for all", "few blocks"):
-        seconds, record = faster_of_two(
-            lambda budget=budget: ServingRecord(new_server(budget)), bar
-        )
-        budget = n_blocks or max(*blocks_needed, record.used_blocks // 2)  # of the last row
-        served = record.served()
-        preempted = record.server.n_preempted
-        add_row(name, seconds, served, record.used_blocks, record.shared_blocks, preempted)
-    bar.close()
+        seconds, record = faster_of_two(lambda budget=budget: ServingRecord(new_server(budget)))
+        budget = n_blocks or max(*needed, record.used_blocks // 2)  # of the last row
+        counts = record.used_blocks, record.shared_blocks, record.server.n_preempted
+        add_row(name, seconds, record.served(), *counts)
     print(f"""\
 Twelve prompts of {min(lengths)} to {longest} tokens, half with a common header, and {min(limits)} to {max_new_tokens} greedy
 tokens after each; blocks of {block_size} tokens, prompts read in chunks of {chunk_size}.

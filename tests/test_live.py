@@ -4,23 +4,21 @@ import re
 import shutil
 from collections.abc import Iterator
 from functools import partial
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
-from urllib.parse import urldefrag
 
 import pytest
 import torch
 from torch import Tensor
 
-from chapters.builder import live, site
+from chapters.builder import live
 from compress import QuantizedCache, quantize
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache, generate
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from support.statistics import kl
-from tests.helpers import ROOT, refused, run
+from tests.helpers import ROOT
 
 PAGE = ROOT / "chapters" / "live" / "index.html"
 MODEL, TOKENIZER = "pocket:int8", load_tokenizer("pocket")  # what the page has
@@ -33,11 +31,16 @@ def model() -> GPT:
     return load_model(MODEL, model_class=GPT)
 
 
+def wait_for(page: Any, name: str, words: str) -> None:
+    """Wait until the part of the page with this id has these words."""
+    page.wait_for_function(f"document.getElementById('{name}').textContent.includes('{words}')")
+
+
 @pytest.fixture
 def live_page(page: Any) -> Any:
     """The page, once it is ready."""
     page.goto(PAGE.as_uri())
-    page.wait_for_function("document.getElementById('prefix').textContent.includes('Read all')")
+    wait_for(page, "prefix", "Read all")
     return page
 
 
@@ -85,9 +88,10 @@ def test_weights_are_those_of_the_checkpoint_in_eight_bits() -> None:
 
 
 @slow
-def test_fifty_texts_are_those_that_python_writes(scripts: Any, model: GPT) -> None:
-    prompts = [corpus.document("test", number).text for number in range(1, 51)]
-    prompts = [TOKENIZER.encode(text)[: 4 + number] for number, text in enumerate(prompts)]
+@torch.no_grad()
+def test_texts_and_logits_are_those_of_python(scripts: Any, model: GPT) -> None:
+    prompts = [corpus.document("test", number).text for number in range(1, 13)]
+    prompts = [TOKENIZER.encode(text)[: 4 + 4 * number] for number, text in enumerate(prompts)]
     written = scripts.evaluate(
         "prompts => prompts.map(ids => [...generate(model, ids, 30)])", prompts
     )
@@ -95,11 +99,6 @@ def test_fifty_texts_are_those_that_python_writes(scripts: Any, model: GPT) -> N
         assert tokens == [int(token) for token in generate(model, torch.tensor([ids]), 30)]
     uncached = "ids => [...generate(model, ids, 20, null)]"
     assert scripts.evaluate(uncached, prompts[7]) == written[7][:20]
-
-
-@slow
-@torch.no_grad()
-def test_logits_are_those_of_python(scripts: Any, model: GPT) -> None:
     found = scripts.evaluate("ids => model.forward(ids).map(row => [...row])", STORY)
     assert relative_error(found, model(torch.tensor([STORY]))[0]) < 1e-5
 
@@ -125,22 +124,18 @@ CACHES = {
     "sinks": ("new SlidingWindowCache(20, 4)", partial(SlidingWindowCache, 20, sinks=4)),
     "one": ("new SlidingWindowCache(1)", partial(SlidingWindowCache, 1)),
     "8": ("new QuantizedCache(8, 6)", partial(QuantizedCache, 8)),
-    "4": ("new QuantizedCache(4, 6)", partial(QuantizedCache, 4)),
     "2": ("new QuantizedCache(2, 6, 16, 5)", partial(QuantizedCache, 2, group=16, residual=5)),
 }
 
 
 @slow
-@pytest.mark.parametrize("lengths", [(1,), (70,), (7, 24, 25, 26, 40)])
 @pytest.mark.parametrize("name", CACHES)
-def test_caches_compute_what_those_of_python_compute(
-    name: str, lengths: tuple[int, ...], scripts: Any, model: GPT
-) -> None:
+def test_caches_compute_what_those_of_python_compute(name: str, scripts: Any, model: GPT) -> None:
     code, new_cache = CACHES[name]
-    pieces, cache = pieces_of(STORY, *lengths), new_cache()
+    pieces, cache = pieces_of(STORY, 7, 24, 25, 1, 26, 40), new_cache()
     logits = expected(model, cache, pieces)
     # sums in another order may round a number that lies between two codes the other way
-    tolerance = {"2": 1e-2, "4": 1e-3, "8": 1e-4}.get(name, 1e-5)
+    tolerance = {"2": 1e-2, "8": 1e-4}.get(name, 1e-5)
     found, length, nbytes = computed(scripts, code, pieces)
     assert relative_error(found, logits) < tolerance
     assert [length, nbytes] == [len(STORY), cache.nbytes]
@@ -190,7 +185,7 @@ def test_a_failed_pass_and_truncate_leave_no_trace(scripts: Any, model: GPT) -> 
 
 
 @slow
-@pytest.mark.parametrize("name", ["full", "window", "8", "2"])
+@pytest.mark.parametrize("name", ["window", "2"])
 @torch.no_grad()
 def test_going_back_is_what_it_is_in_python(name: str, scripts: Any, model: GPT) -> None:
     """Also on a ring that is exactly full, after a pass that failed in its spare slot."""
@@ -211,7 +206,7 @@ def test_going_back_is_what_it_is_in_python(name: str, scripts: Any, model: GPT)
     model(torch.tensor([STORY[:read]]), cache)
     cache.truncate(kept)
     logits = model(torch.tensor([STORY[kept : kept + 9]]), cache, last_only=True)[0, 0]
-    assert relative_error(found[0], logits) < {"2": 1e-2, "8": 1e-4}.get(name, 1e-5)
+    assert relative_error(found[0], logits) < {"2": 1e-2}.get(name, 1e-5)
     assert found[1:] == [len(cache), cache.nbytes]
 
 
@@ -220,7 +215,7 @@ def test_both_sides_write_the_text_of_the_command_line(live_page: Any, model: GP
     live_page.fill("#prompt", "Halek lived in")
     live_page.fill("#count", "25")
     live_page.click("#write")
-    live_page.wait_for_function("document.getElementById('written').textContent !== ''")
+    wait_for(live_page, "written", " ")
     ids = TOKENIZER.encode("Halek lived in")
     tokens = [int(token) for token in generate(model, torch.tensor([ids]), 25)]
     for side in ("none", "full"):
@@ -236,19 +231,14 @@ def test_both_sides_write_the_text_of_the_command_line(live_page: Any, model: GP
 
 
 @slow
-@pytest.mark.parametrize(
-    "worker",
-    ["undefined", "class { constructor() { setTimeout(() => this.onerror()); } postMessage() {} }"],
-)
-def test_it_also_writes_where_there_can_be_no_worker(worker: str, page: Any) -> None:
+def test_it_also_writes_where_a_worker_fails(page: Any) -> None:
+    worker = "class { constructor() { setTimeout(() => this.onerror()); } postMessage() {} }"
     page.add_init_script(f"window.Worker = {worker};")
     page.goto(PAGE.as_uri())
     page.wait_for_function("!document.getElementById('write').disabled")
     page.fill("#count", "5")
     page.click("#write")
-    page.wait_for_function(
-        "document.getElementById('written').textContent.includes('The same text: yes')"
-    )
+    wait_for(page, "written", "The same text: yes")
 
 
 @slow
@@ -270,41 +260,30 @@ def test_writing_can_be_stopped_and_begun_again(live_page: Any) -> None:
         live_page.wait_for_function(f"{begun} && {written} > 2")
         live_page.click("#stop")
         live_page.wait_for_function("!document.getElementById('write').disabled")
-        assert live_page.text_content("#written").startswith("Stopped. ")
-        assert "The same text: yes" in live_page.text_content("#written")
-        assert live_page.evaluate("document.activeElement.id") == "write"
+        said = live_page.text_content("#written")
+        assert said.startswith("Stopped. ") and "The same text: yes" in said
 
 
 @slow
 def test_a_pass_is_shown_as_it_was(live_page: Any, model: GPT) -> None:
-    def figure(name: str) -> str:
-        return live_page.locator(f"#figures-look div:has(dt:text-is('{name}')) dd").text_content()
-
     def states() -> list[str]:
-        kinds = live_page.eval_on_selector_all(
-            "#cells .cell", "cells => cells.map(c => c.className)"
+        return live_page.eval_on_selector_all(
+            "#cells .cell", "cells => cells.map(c => c.classList[1])"
         )
-        return [kind.split()[1] for kind in kinds]
 
-    live_page.select_option("#chunk", "3")
-    live_page.wait_for_function(
-        "document.getElementById('looked').textContent.startsWith('Nothing')"
-    )
-    live_page.click("#next")
-    live_page.wait_for_function(
-        "document.getElementById('looked').textContent.startsWith('Pass 1')"
-    )
-    assert states() == ["new"] * 3 + ["unread"]
+    def layers() -> list[str]:
+        return live_page.locator("#layers div > span:last-child").all_text_contents()
+
+    begin_to_look(live_page, "full", "3")
+    assert step(live_page, 1) == ["new"] * 3 + ["unread"]
     mask = live_page.locator("#mask")
     assert mask.get_attribute("aria-label").endswith("The first query sees 1, the last 3.")
     assert mask.locator(".sees").get_attribute("d").count("z") == 1 + 2 + 3
     live_page.click("#next")
-    live_page.wait_for_function(
-        "document.getElementById('looked').textContent.startsWith('Pass 2')"
-    )
+    wait_for(live_page, "looked", "Pass 2")
     assert states() == ["held"] * 3 + ["new", "written"]
-    assert figure("keys computed per layer") == "1"
-    assert figure("earlier keys read") == "3"
+    figures = live_page.locator("#figures-look dd").all_text_contents()
+    assert figures[:2] == ["1", "3"]  # keys computed per layer, earlier keys read
     # the shades are the attention of a layer's head
     attended, ids = {}, torch.tensor([TOKENIZER.encode("Halek lived in")])
     hook = model.h[2].attn.register_forward_pre_hook(
@@ -321,17 +300,13 @@ def test_a_pass_is_shown_as_it_was(live_page: Any, model: GPT) -> None:
     percent = [float(title.split("attention ")[1].removesuffix("%")) for title in titles[:-1]]
     assert percent == pytest.approx([100 * share for share in shares], abs=0.06)
     live_page.click("#fail")
-    live_page.wait_for_function("document.getElementById('looked').textContent.includes('failed')")
+    wait_for(live_page, "looked", "failed")
     assert states() == ["held"] * 4 + ["unread"]
-    layers = live_page.locator("#layers div > span:last-child").all_text_contents()
-    assert layers == ["5, counted 4"] * 3 + ["4, counted 4"] * 3
+    assert layers() == ["5, counted 4"] * 3 + ["4, counted 4"] * 3
     live_page.locator("#next").focus()
     live_page.keyboard.press("ArrowRight")
-    live_page.wait_for_function(
-        "document.getElementById('looked').textContent.startsWith('Pass 4')"
-    )
-    layers = live_page.locator("#layers div > span:last-child").all_text_contents()
-    assert layers == ["5, counted 5"] * 6
+    wait_for(live_page, "looked", "Pass 4")
+    assert layers() == ["5, counted 5"] * 6
     tokens = [int(token) for token in generate(model, ids, 2)]
     assert live_page.locator("#cells .written b").text_content() == TOKENIZER.decode(tokens[1:])
     live_page.keyboard.press("ArrowLeft")
@@ -342,10 +317,8 @@ def step(page: Any, number: int) -> list[str]:
     """Go through passes, up to the number of one; return what became of each token."""
     for count in range(1, number + 1):
         page.click("#next")
-        begins = f"document.getElementById('looked').textContent.startsWith('Pass {count} ')"
-        page.wait_for_function(begins)
-    kinds = page.eval_on_selector_all("#cells .cell", "cells => cells.map(c => c.className)")
-    return [kind.split()[1] for kind in kinds]
+        wait_for(page, "looked", f"Pass {count} ")
+    return page.eval_on_selector_all("#cells .cell", "cells => cells.map(c => c.classList[1])")
 
 
 def begin_to_look(page: Any, kind: str, tokens_a_pass: str = "all") -> None:
@@ -353,7 +326,7 @@ def begin_to_look(page: Any, kind: str, tokens_a_pass: str = "all") -> None:
     page.select_option("#chunk", label=tokens_a_pass)
     page.select_option("#look-kind", kind)
     page.click("#again")
-    page.wait_for_function("document.getElementById('looked').textContent.startsWith('Nothing')")
+    wait_for(page, "looked", "Nothing")
 
 
 @slow
@@ -372,68 +345,28 @@ def test_a_ring_and_no_cache_are_shown(live_page: Any) -> None:
 
 
 @slow
-def test_the_four_questions_are_answered_by_looking(live_page: Any) -> None:
-    def layers() -> list[str]:
-        return live_page.locator("#layers div > span:last-child").all_text_contents()
-
-    def fail() -> None:
-        live_page.click("#fail")
-        failed = "document.getElementById('looked').textContent.includes('failed')"
-        live_page.wait_for_function(failed)
-
-    def go_on(number: int) -> None:
-        live_page.click("#next")
-        begins = f"document.getElementById('looked').textContent.startsWith('Pass {number} ')"
-        live_page.wait_for_function(begins)
-
-    begin_to_look(live_page, "full", "1")
-    step(live_page, 4)
-    figures = live_page.locator("#figures-look dd").all_text_contents()
-    assert figures[:2] == ["1", "3"]  # question 1
-    begin_to_look(live_page, "full", "2")
-    step(live_page, 2)
-    mask = live_page.get_attribute("#mask", "aria-label")
-    assert mask == "Queries: 2. Keys: 4. The first query sees 3, the last 4."  # 2
-    begin_to_look(live_page, "full", "all")
-    step(live_page, 3)
-    without = live_page.text_content("#looked").partition("writes")[2]
-    begin_to_look(live_page, "full", "all")
-    step(live_page, 2)
-    fail()
-    go_on(4)
-    assert live_page.text_content("#looked").partition("writes")[2] == without  # 3
-    begin_to_look(live_page, "full", "all")
-    fail()
-    assert layers() == ["4, counted 0"] * 3 + ["0, counted 0"] * 3  # 4
-    go_on(2)
-    assert layers() == ["4, counted 4"] * 6
-
-
-@slow
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["window", "sinks", "bits:2"])
+@pytest.mark.parametrize("kind", ["sinks", "bits:2"])
 def test_a_smaller_cache_parts_where_python_parts(kind: str, live_page: Any, model: GPT) -> None:
     ids, n = TOKENIZER.encode("Halek lived in"), 90
-    cache = {
-        "window": SlidingWindowCache(32),
-        "sinks": SlidingWindowCache(32, sinks=4),
-        "bits:2": QuantizedCache(2),
+    new_cache = {
+        "sinks": partial(SlidingWindowCache, 32, sinks=4),
+        "bits:2": partial(QuantizedCache, 2),
     }[kind]
     exact = [int(token) for token in generate(model, torch.tensor([ids]), n)]
-    tokens = [int(token) for token in generate(model, torch.tensor([ids]), n, cache=cache)]
+    tokens = [int(token) for token in generate(model, torch.tensor([ids]), n, cache=new_cache())]
     live_page.select_option("#small-kind", kind)
     live_page.fill("#small-count", str(n))
     live_page.click("#small-write")
-    live_page.wait_for_function("document.getElementById('departed').textContent !== ''")
+    wait_for(live_page, "departed", " ")
     assert live_page.text_content("#text-exact") == TOKENIZER.decode([*ids, *exact])
     assert live_page.text_content("#text-small") == TOKENIZER.decode([*ids, *tokens])
     same = next((i for i in range(n) if exact[i] != tokens[i]), None)
     if same is not None:
         assert f"diverge after {same} new token" in live_page.text_content("#departed")
         assert live_page.text_content("#text-small .apart") == TOKENIZER.decode([tokens[same]])
-    again = type(cache)(2) if kind == "bits:2" else SlidingWindowCache(32, cache.sinks)
     text = [*ids, *tokens[:-1]]
-    small = expected(model, again, pieces_of(text, len(ids)))
+    small = expected(model, new_cache(), pieces_of(text, len(ids)))
     full = expected(model, KVCache(), pieces_of(text, len(ids)))
     mean = live_page.locator("#figures-small dd").last.text_content()
     assert float(mean) == pytest.approx(float(kl(full, small).mean()), rel=0.02, abs=1e-4)
@@ -450,9 +383,7 @@ def test_the_cache_can_be_changed_while_it_writes(live_page: Any) -> None:
     assert live_page.text_content("#text-small .changed") == "[sinks and a window of 32]"
     live_page.wait_for_function("document.querySelector('#text-small .apart') !== null")
     live_page.click("#small-stop")
-    live_page.wait_for_function(
-        "document.getElementById('departed').textContent.includes('diverge after')"
-    )
+    wait_for(live_page, "departed", "diverge after")
     slots = (4 + 32 + 1) * 2 * 6 * 192 * 4
     assert f"{slots:,}" in live_page.text_content("#figures-small")
 
@@ -467,16 +398,14 @@ def test_a_changed_text_is_valid_up_to_the_change(live_page: Any, model: GPT) ->
     assert f"{kept} stay valid and {len(old) - kept} don't." in live_page.text_content("#prefix")
     assert live_page.locator("#prefix-cells .held").count() == kept
     live_page.click("#reread")
-    live_page.wait_for_function("document.getElementById('prefix').textContent.startsWith('Kept')")
+    wait_for(live_page, "prefix", "Kept")
     said = live_page.text_content("#prefix")
     (token,) = generate(model, torch.tensor([new]), 1)
     assert f"Kept {kept} and read {len(new) - kept} tokens" in said
     assert f'"{TOKENIZER.decode([int(token)])}"' in said and "the same either way" in said
-    # The beginning alone: its last token is read again.
+    # the beginning alone: its last token is read again
     live_page.fill("#edited", changed[: changed.index(",")])
     assert "read again" in live_page.text_content("#prefix")
-    live_page.fill("#edited", "")
-    assert live_page.locator("#reread").is_disabled()
 
 
 @slow
@@ -488,18 +417,10 @@ def test_bad_input_is_refused_in_a_sentence(live_page: Any) -> None:
     live_page.fill("#count", "1000")
     live_page.fill("#prompt", "word " * 400)
     live_page.click("#write")
-    assert re.search(
-        r"[\d,]+ tokens and 1,000 new: the context holds 1,280",
-        live_page.text_content("#written"),
-    )
+    assert "and 1,000 new: the context holds 1,280" in live_page.text_content("#written")
     live_page.fill("#prompt", "")
     live_page.click("#small-write")
     assert "The prompt is empty" in live_page.text_content("#departed")
-    live_page.fill("#prompt", "Halek")
-    live_page.fill("#small-window", "")
-    live_page.click("#small-write")
-    assert "Window: nothing was given" in live_page.text_content("#departed")
-    assert live_page.locator("#small-write").is_enabled()
 
 
 @slow
@@ -511,49 +432,9 @@ def test_what_is_typed_is_only_text(live_page: Any) -> None:
     live_page.fill("#edited", typed)
     live_page.fill("#count", "5")
     live_page.click("#write")
-    live_page.wait_for_function("document.getElementById('written').textContent !== ''")
+    wait_for(live_page, "written", " ")
     begin_to_look(live_page, "full")
     step(live_page, 1)
     assert live_page.locator("img, [onerror], section script").count() == 0
     assert live_page.title() == "The KV cache at work"
     assert live_page.text_content("#text-full").startswith(typed)
-
-
-class Links(HTMLParser):
-    """The links of a page, and what they may lead to."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.links, self.ids = [], set()
-        self.feed(path.read_text("utf-8"))
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        for name, value in attributes:
-            if name in ("href", "src"):
-                self.links.append((name, value))
-            if name == "id":
-                self.ids.add(value)
-
-
-def test_the_site_needs_nothing_but_its_folder(tmp_path: Path) -> None:
-    source = "https://code.example/someone/kv-cache/blob/0123"
-    ran = run(site.main, tmp_path / "site", "--source", source)
-    assert ran.code == 0, ran.err
-    pages = {path: Links(path) for path in (tmp_path / "site").rglob("*.html")}
-    for path, page in pages.items():
-        for kind, link in page.links:
-            if link.startswith(source) and kind == "href":
-                assert (ROOT / urldefrag(link).url.removeprefix(f"{source}/")).exists(), link
-            elif not link.startswith("http") or kind == "src":
-                address, fragment = urldefrag(link)
-                target = (path.parent / address).resolve() if address else path
-                assert target.is_file(), (path, link)
-                assert not fragment or fragment.isdigit() or fragment in pages[target].ids, link
-    index = tmp_path / "site" / "index.html"
-    linked = {(index.parent / urldefrag(link).url).resolve() for _, link in pages[index].links}
-    wanted = ("live/index", "side_by_side/gpt_kv_cache", "trace", "02_kv_cache/index", "glossary")
-    assert {tmp_path / "site" / f"{name}.html" for name in wanted} <= linked
-    refused(run(site.main, tmp_path / "site", "--source", source), "isn't an empty folder")
-    refused(run(site.main, index, "--source", source), "isn't an empty folder")
-    refused(run(site.main, tmp_path / "new", "--source", "nowhere"), "nowhere")
-    assert not (tmp_path / "new").exists()

@@ -24,8 +24,7 @@ def committed() -> dict:
 
 def printed(cell: dict) -> str:
     """Return what a cell printed or showed."""
-    texts = [output.get("text") or output["data"]["text/markdown"] for output in cell["outputs"]]
-    return "".join("".join(text) for text in texts)
+    return "".join("".join(output["text"]) for output in cell["outputs"])
 
 
 def executed(tree: Path, course: dict) -> Iterator[tuple[str, dict, str]]:

@@ -1,16 +1,18 @@
 """The pages work in a real browser, without a network: needs playwright (`pip install playwright`) and a Chromium."""
 
+import re
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import urldefrag
 
 import pytest
 
-from chapters.builder import blocks
-from tests.helpers import ROOT, process
+from chapters.builder import blocks, side_by_side, site
+from tests.helpers import ROOT, process, refused, run
 
 CHAPTERS = ROOT / "chapters"
-PAGES = CHAPTERS / "side_by_side"
 READMES = sorted(CHAPTERS.glob("**/README.md"))
 pytestmark = pytest.mark.slow  # a browser
 
@@ -48,30 +50,19 @@ def end(page: Any, url: str) -> None:
 
 
 def test_keys_and_slider_move_through_a_trace(page: Any, traces: dict[str, str]) -> None:
-    def step() -> str:
-        return page.text_content("#step")
-
     page.goto(traces["cache"])
-    assert step() == "1 / 40"
     assert count(page, "#cache .new") == number(page, "#computed") > 1
-    page.keyboard.press("ArrowRight")
-    assert step() == "2 / 40"
-    assert count(page, "#cache .new") == number(page, "#computed") == 1
-    page.keyboard.press("End")
-    page.keyboard.press("ArrowRight")
-    assert step() == "40 / 40"
-    page.keyboard.press("ArrowLeft")
-    assert step() == "39 / 40"
+    for key, step in (("ArrowRight", 2), ("End", 40), ("ArrowLeft", 39), ("Home", 1)):
+        page.keyboard.press(key)
+        assert page.text_content("#step") == f"{step} / 40"
     page.locator("#slider").fill("9")
-    assert step() == "10 / 40"
-    page.keyboard.press("Home")
-    page.select_option("#speed", "10")
+    assert page.text_content("#step") == "10 / 40"
+    assert count(page, "#cache .new") == number(page, "#computed") == 1
     page.locator("#play").click()
-    page.wait_for_function("document.getElementById('step').textContent.startsWith('4 /')")
-    page.locator("#play").click()
-    stopped = step()
-    page.wait_for_timeout(300)
-    assert step() == stopped
+    page.wait_for_function("document.getElementById('step').textContent.startsWith('12 /')")
+    box = page.locator("#map canvas").bounding_box()  # every step is a row of it
+    page.locator("#map canvas").click(position={"x": 5, "y": 11.5 * box["height"] / 40})
+    assert page.text_content("#step") == "12 / 40"
 
 
 def test_counts_and_the_curve_of_a_trace(page: Any, traces: dict[str, str]) -> None:
@@ -95,7 +86,7 @@ def test_a_ring_shows_what_it_forgot(page: Any, traces: dict[str, str]) -> None:
     assert count(page, "#cache .sink") == 4
 
 
-@pytest.mark.parametrize("name", ["none", "cache", "ring", "bct", "pair"])
+@pytest.mark.parametrize("name", ["none", "ring", "bct", "pair"])
 def test_attention_is_shading_and_numbers(name: str, page: Any, traces: dict[str, str]) -> None:
     end(page, traces[name])
     page.locator("#percent").check()
@@ -114,14 +105,6 @@ def test_attention_is_shading_and_numbers(name: str, page: Any, traces: dict[str
     assert page.evaluate(shading) != shades
 
 
-def test_every_step_is_a_row_of_the_map(page: Any, traces: dict[str, str]) -> None:
-    page.goto(traces["ring"])
-    canvas = page.locator("#map canvas")
-    row = canvas.bounding_box()["height"] / 40
-    canvas.click(position={"x": 5, "y": 11.5 * row})
-    assert page.text_content("#step") == "12 / 40"
-
-
 def test_a_refresh_is_framed(page: Any, traces: dict[str, str]) -> None:
     page.goto(traces["pair"])
     for _ in range(8):
@@ -135,37 +118,71 @@ def test_a_refresh_is_framed(page: Any, traces: dict[str, str]) -> None:
 @pytest.fixture(scope="module")
 def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The chapters as pages."""
-    folder = tmp_path_factory.mktemp("book")
+    folder = tmp_path_factory.mktemp("book") / "site"
     ran = process(sys.executable, "-m", "chapters.builder.site", folder)
     assert ran.code == 0, ran.err
+    refused(run(site.main, folder), "File exists")
     return folder
+
+
+class Links(HTMLParser):
+    """The links of a page, and what they may lead to."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links, self.ids = [], set()
+        self.feed(path.read_text("utf-8"))
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = dict(attributes)
+        self.links += [given[name] for name in ("href", "src") if name in given]
+        self.ids.add(given.get("id"))
+
+
+def test_links_of_the_site_lead_to_files_and_headings(book: Path) -> None:
+    found = {path: Links(path) for path in book.rglob("*.html")}
+    for path, page in found.items():
+        for link in page.links:
+            address, fragment = urldefrag(link)
+            target = (path.parent / address).resolve() if address else path
+            assert link.startswith("http") or target.is_file(), (path, link)
+            if fragment and not fragment.isdigit() and target in found:
+                assert fragment in found[target].ids, (path, link)
+    wanted = {"live/index", "side_by_side/gpt_kv_cache", "trace", "02_kv_cache/index", "glossary"}
+    linked = {
+        urldefrag(link).url.removesuffix(".html") for link in found[book / "index.html"].links
+    }
+    assert wanted <= linked
+
+
+def test_a_site_elsewhere_leads_to_the_source_and_needs_no_other_file(tmp_path: Path) -> None:
+    published, source = site.published_files(), "https://code.example/kv-cache/blob/0123"
+    for path in published:
+        if path.suffix == ".md":
+            text = site.page_of(path, published, tmp_path, source)
+            links = re.findall(r' (href|src)="([^"#]+)', text)
+            assert links and "../../.." not in text
+            for kind, link in links:
+                if link.startswith(source):
+                    assert kind == "href" and (ROOT / link.removeprefix(f"{source}/")).exists()
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
 def test_chapters_open_with_pictures_and_without_marks(readme: Path, page: Any, book: Path) -> None:
     page.goto((book / readme.relative_to(CHAPTERS).with_name("index.html")).as_uri())
-    text = readme.read_text()
-    assert page.text_content("h1") == text.partition("\n")[0].removeprefix("# ")
     whole = "[...document.images].every(i => i.complete && i.naturalWidth > 0 && i.alt)"
-    assert page.evaluate(whole) and count(page, "img") == text.count("![")
+    assert page.evaluate(whole) and count(page, "img") == readme.read_text().count("![")
     page.evaluate("document.querySelectorAll('pre, code').forEach(e => e.remove())")
     shown = page.evaluate("document.body.innerText")
     assert "**" not in shown and "<!--" not in shown and "](" not in shown
-    links = page.eval_on_selector_all("a:not([href^=http])", "links => links.map(a => a.pathname)")
-    assert [link for link in links if not Path(link).exists()] == []
 
 
-@pytest.mark.parametrize("name", ["gpt_kv_cache", "gpt_bounded_cache"])
-def test_files_stand_side_by_side(name: str, page: Any) -> None:
-    page.goto((PAGES / f"{name}.html").as_uri())
-    old = page.title().split(" and ")[0]
-    hunks = blocks.find_hunks(old, f"{name}.py")
+@pytest.mark.parametrize("pair", side_by_side.PAIRS)
+def test_files_stand_side_by_side(pair: tuple[str, str], page: Any) -> None:
+    page.goto((CHAPTERS / "side_by_side" / f"{Path(pair[1]).stem}.html").as_uri())
+    hunks = blocks.find_hunks(*pair)
     assert count(page, "tr.first") == count(page, "td.words b") == len(hunks)
-    for side, file in (("left", old), ("right", f"{name}.py")):
-        cells = f"tr:not(.gap) > td.{side}"
-        lines = page.eval_on_selector_all(cells, "cells => cells.map(c => c.textContent)")
-        numbers = page.eval_on_selector_all(
-            cells, "cells => cells.map(c => c.previousElementSibling.textContent)"
-        )
-        shown = [line for line, number in zip(lines, numbers, strict=True) if number]
-        assert shown == (ROOT / file).read_text().rstrip("\n").split("\n")
+    for side, file in zip(("left", "right"), pair, strict=True):
+        numbered = f"tr:not(.gap) > td.n:not(:empty) + td.{side}"
+        lines = page.eval_on_selector_all(numbered, "cells => cells.map(c => c.textContent)")
+        assert lines == (ROOT / file).read_text().rstrip("\n").split("\n")

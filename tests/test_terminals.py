@@ -32,7 +32,6 @@ def test_a_study_notices_first_that_it_can_not_write(name: str, tmp_path: Path) 
         ("1 / 0", "mine.py, line 2: ZeroDivisionError: division by zero"),
         ("def f(:", "mine.py: SyntaxError: invalid syntax (mine.py, line 2)"),
         ("raise SystemExit(3)", "mine.py, line 2: SystemExit: 3"),
-        ("open('gone')", "mine.py, line 2: FileNotFoundError: [Errno 2] No such file or directory"),
         ("def f():\n    raise ValueError('two\\nlines')\n\nf()", "line 3: ValueError: two lines"),
     ],
 )

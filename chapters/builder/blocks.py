@@ -30,18 +30,16 @@ from support.files import import_file, read_text
 
 CHAPTERS = Path(__file__).resolve().parent.parent
 ROOT = CHAPTERS.parent
+EXERCISE = re.compile(r"( *)# (exercise [\d.]+)")
 
 
 def chapter_folders(numbers: list[int]) -> list[Path]:
     """Return the folders of these chapters, or of all. Raises ValueError if a number has no
     chapter."""
-    folders = {}
-    for path in sorted(CHAPTERS.glob("[0-9]*_*")):
-        folders[int(path.name.partition("_")[0])] = path
-    for number in numbers:
-        if number not in folders:
-            known = ", ".join(map(str, folders))
-            raise ValueError(f"there is no chapter {number}: they are {known}")
+    folders = {int(path.name[:2]): path for path in sorted(CHAPTERS.glob("[0-9]*_*"))}
+    if unknown := {*numbers} - {*folders}:
+        known = ", ".join(map(str, folders))
+        raise ValueError(f"there is no chapter {unknown.pop()}: they are {known}")
     return [folders[number] for number in sorted(numbers or folders)]
 
 
@@ -65,21 +63,20 @@ def first_line(node: ast.AST) -> int:
     return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
 
 
-def defined_names(node: ast.AST) -> list[str]:
-    """Return the names that a statement defines."""
-    targets = [ast.unparse(target) for target in getattr(node, "targets", [])]
-    return [*targets, getattr(node, "name", "")]
-
-
 def source_lines(file: str, name: str) -> tuple[int, list[str]]:
     """Return the line number and the lines of a class, function, method (Class.method) or constant of a file."""
     text = project_text(file)
     node = ast.parse(text)
     for name_part in name.split("."):
-        named = [inner for inner in node.body if name_part in defined_names(inner)]
-        if not named:
+        names = {
+            ast.unparse(target): inner
+            for inner in node.body
+            for target in getattr(inner, "targets", ())
+        }
+        names |= {inner.name: inner for inner in node.body if hasattr(inner, "name")}
+        if name_part not in names:
             raise ValueError(f"{file} has no {name}")
-        node = named[0]
+        node = names[name_part]
     first_number = first_line(node)
     return first_number, text.splitlines()[first_number - 1 : node.end_lineno]
 
@@ -99,43 +96,39 @@ def code(file: str, name: str, start: str = "", end: str = "") -> str:
         first = line_with(start, lines)
         last = line_with(end or start, lines, first)
         first_number, lines = first_number + first, lines[first : last + 1]
-    return fenced("python", dedent("\n".join(lines)), location(file, first_number, len(lines)))
-
-
-def fenced(language: str, text: str, location: str) -> str:
-    """Return lines as a block, and where they are from."""
-    return f"```{language}\n{text}\n```\n<sub>{location}</sub>"
-
-
-def location(file: str, first: int, count: int) -> str:
-    line_numbers = f"line {first}" if count == 1 else f"lines {first} to {first + count - 1}"
+    last_number = first_number + len(lines) - 1
+    numbers = f"lines {first_number} to {last_number}" if len(lines) > 1 else f"line {last_number}"
+    origin = f"[{file}](../../{file}#L{first_number}), {numbers}"
     if file.startswith("chapters/"):  # a student's lines may have moved
-        return f"[{Path(file).name}](../../{file})"
-    return f"[{file}](../../{file}#L{first}), {line_numbers}"
+        origin = f"[{Path(file).name}](../../{file})"
+    return fenced("python", dedent("\n".join(lines)), origin)
+
+
+def fenced(language: str, text: str, origin: str) -> str:
+    """Return lines as a block, and where they are from."""
+    return f"```{language}\n{text}\n```\n<sub>{origin}</sub>"
 
 
 def diff(old: str, new: str, number: int, last: int = 0) -> str:
     """Return hunks as a block of removed and added lines."""
     changes, lines = find_hunks(old, new), []
-    end = last or number
-    if not 0 < number <= end <= len(changes):
-        raise ValueError(f"there are hunks 1 to {len(changes)}")
-    chosen = changes[number - 1 : end]
+    chosen = changes[number - 1 : last or number]
+    if not chosen:
+        raise ValueError(f"there are hunks 1 to {len(changes)}, not {number}")
     for begin, stop, new_begin, new_stop in chosen:
         lines += ["..."] if lines else []
         lines += [f"-{line}" for line in project_text(old).splitlines()[begin:stop]]
         lines += [f"+{line}" for line in project_text(new).splitlines()[new_begin:new_stop]]
     text = "\n".join(line.rstrip() for line in lines)
-    hunk_numbers = f"hunks {number} to {last}" if last else f"hunk {number}"
-    origin = f"{hunk_numbers} of {len(changes)}, [{new}](../../{new}#L{chosen[0][2] + 1})"
+    numbers = f"hunks {number} to {last}" if last else f"hunk {number}"
+    origin = f"{numbers} of {len(changes)}, [{new}](../../{new}#L{chosen[0][2] + 1})"
     return fenced("diff", text, origin)
 
 
 def run_process(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a command in the project's folder; python3 stands for this Python. options: subprocess.run()'s."""
-    words = (sys.executable if words[0] == "python3" else words[0], *words[1:])
     return subprocess.run(
-        words,
+        [sys.executable if word == "python3" else word for word in words],
         cwd=ROOT,
         env=os.environ | {"PYTHONUTF8": "1"},
         capture_output=True,
@@ -145,18 +138,14 @@ def run_process(*words: str, **options: Any) -> subprocess.CompletedProcess[str]
 
 
 @cache
-def output_of(command: str) -> str:
-    result = run_process(*shlex.split(command))
-    if result.returncode:
-        raise ValueError(f"{command} failed: {result.stderr.strip().splitlines()[-1]}")
-    return result.stdout
-
-
 def output(command: str, *words: str) -> str:
     """Return a command and what it prints. words: further arguments, which no shell splits."""
-    command = shlex.join([*shlex.split(command), *words])
-    text = "\n".join(line.rstrip() for line in output_of(command).strip("\n").splitlines())
-    return f"```text\n$ {command}\n{text}\n```"
+    all_words = [*shlex.split(command), *words]
+    result = run_process(*all_words)
+    if result.returncode:
+        raise ValueError(f"{command} failed: {result.stderr.strip().splitlines()[-1]}")
+    text = "\n".join(line.rstrip() for line in result.stdout.strip("\n").splitlines())
+    return f"```text\n$ {shlex.join(all_words)}\n{text}\n```"
 
 
 def chapter_pictures(chapter: Path) -> dict[str, Callable[[], str]]:
@@ -181,10 +170,28 @@ def listing(name: str) -> str:
     return fenced("python", project_text(f"borrow/{name}").rstrip(), f"[{name}]({name})")
 
 
+def stub_of(solution: str) -> str:
+    """Return the exercise: the solution without names that begin with "_", and with a
+    NotImplementedError in place of each body that begins with a comment "exercise N.M"."""
+    lines = solution.splitlines()
+    definitions = ast.FunctionDef | ast.ClassDef
+    nodes = [node for node in ast.walk(ast.parse(solution)) if isinstance(node, definitions)]
+    for node in sorted(nodes, key=lambda node: -node.lineno):
+        if node.name.startswith("_") and not node.name.startswith("__"):
+            first = first_line(node) - 1
+            while first and not lines[first - 1].strip():  # the blank lines before it too
+                first -= 1
+            del lines[first : node.end_lineno]
+        elif ast.get_docstring(node):
+            body_begin = node.body[0].end_lineno
+            if match := EXERCISE.fullmatch(lines[body_begin]):
+                refusal = f'{match[1]}raise NotImplementedError("{match[2]}")'
+                lines[body_begin : node.end_lineno] = [refusal]
+    return "\n".join(lines).rstrip() + "\n"
+
+
 def transformers_table() -> str:
     """Return the table of caches in transformers' generate()."""
-    from borrow.transformers_table import (
-        transformers_table,
-    )  # which imports transformers, for seconds
+    from borrow import transformers_table  # which imports transformers, for seconds
 
-    return transformers_table()
+    return transformers_table.transformers_table()

@@ -14,17 +14,8 @@ from pathlib import Path
 
 import benchmarks.pages
 import studies.pages
-from chapters.builder.blocks import (
-    ROOT,
-    chapter_folders,
-    code,
-    diff,
-    listing,
-    output,
-    picture,
-    transformers_table,
-)
-from chapters.builder.front import METHODS, demo, live_page
+from chapters.builder import blocks, front, live
+from chapters.builder.blocks import ROOT
 from support.blocks import rendered
 from support.files import read_text
 
@@ -33,30 +24,23 @@ MARK = re.compile(r"<!-- (\{[{%].*?) -->(\n?)(.*?)(<!-- end -->|\Z)", re.DOTALL)
 
 def methods() -> str:
     """Return the front page's table of methods, each with a figure."""
-    return rendered(METHODS, FUNCTIONS)
+    return rendered(front.METHODS, FUNCTIONS)
 
 
+OWN = (
+    *(blocks.code, blocks.diff, blocks.listing, blocks.output, blocks.transformers_table),
+    *(front.demo, front.live_page, methods),
+)
 FUNCTIONS: dict[str, Callable[..., object]] = {
     **studies.pages.FUNCTIONS,
     **benchmarks.pages.FUNCTIONS,
-    "code": code,
-    "demo": demo,
-    "diff": diff,
-    "listing": listing,
-    "live_page": live_page,
-    "methods": methods,
-    "output": output,
-    "transformers_table": transformers_table,
+    **{function.__name__: function for function in OWN},
 }
+ROOMS = {room: ROOT / room for room in ("borrow", "studies", "benchmarks", "pocket")}
+CHAPTERS = {str(int(folder.name[:2])): folder for folder in blocks.chapter_folders([])}
 PAGES = {  # by what `python3 -m chapters.builder` calls them
-    "readme": [ROOT / "README.md"],
-    "borrow": [ROOT / "borrow" / "README.md"],
-    "studies": [ROOT / "studies" / "README.md"],
-    "benchmarks": [ROOT / "benchmarks" / "README.md"],
-    "pocket": [ROOT / "pocket" / "README.md"],
-    **{str(int(folder.name[:2])): [folder / "README.md"] for folder in chapter_folders([])},
-    "live": [],  # whose weights are made (live.py)
-}
+    name: folder / "README.md" for name, folder in {"readme": ROOT, **ROOMS, **CHAPTERS}.items()
+} | {"live": live.WEIGHTS}
 
 
 def filled(page: Path, keep: Collection[str] = ()) -> str:
@@ -65,7 +49,7 @@ def filled(page: Path, keep: Collection[str] = ()) -> str:
     keep: functions whose marks stay as they are. Raises ValueError, which names page and mark, if
     a template fails.
     """
-    functions = FUNCTIONS | {"picture": partial(picture, page.parent)}
+    functions = FUNCTIONS | {"picture": partial(blocks.picture, page.parent)}
 
     def fill(mark: re.Match[str]) -> str:
         template, line_end, content, end = mark.groups()

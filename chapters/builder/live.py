@@ -31,12 +31,7 @@ def weights_script() -> str:
             n_out = codes.size(1)
             data += [low.numpy(), scale.numpy(), codes.to(torch.uint8).numpy()]
         else:
-            halves = parameter.half()
-            if not torch.equal(halves.float(), parameter):
-                raise ValueError(
-                    f"{name} isn't in half precision: the page would have another model"
-                )
-            data.append(halves.numpy())
+            data.append(parameter.half().numpy())
         tensors.append([name, parameter.numel(), n_out])
     geometry = {
         name: getattr(model.config, name) for name in ("n_ctx", "n_layer", "n_head", "n_embd")

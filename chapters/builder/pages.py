@@ -2,13 +2,11 @@
 
 import html
 import re
-from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
 from markdown_it import MarkdownIt
-from markdown_it.token import Token
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
@@ -20,11 +18,7 @@ ONLY_ON_PAGES = re.compile(r"<!-- page: (.*?) -->", re.DOTALL)
 TEMPLATES = environment(Path(__file__).parent)
 MARK = re.compile(r'<span class="c1">(# (?:NEW|RING|BCT|ROPE|GQA|RMS|SWIGLU|QKNORM|LLAMA)\b)')
 PLAIN = re.compile(r'<span class="(?:[opw]|n[bden]?|vm)">(.*?)</span>')  # names, operators, spaces
-# Of lines, by what begins them.
-KINDS = {
-    "diff": {"+": "new", "-": "old"},
-    "text": {"$": "command"},
-}
+KINDS = {"diff +": "new", "diff -": "old", "text $": "command"}  # of lines, by how they begin
 LEXER, FORMATTER = PythonLexer(stripnl=False, ensurenl=False), HtmlFormatter(nowrap=True)
 
 
@@ -37,38 +31,26 @@ def highlight_python(text: str) -> list[str]:
 def render_fence(code: str, language: str, _: str) -> str:
     """Return a block of code."""
     code = code.removesuffix("\n")
-    lines = []
-    for line in code.split("\n"):
+    lines = highlight_python(code) if language == "python" else []
+    for line in code.split("\n") if language != "python" else ():
         text = html.escape(line, quote=False)
-        kind = KINDS.get(language, {}).get(line[:1])
-        if language == "bash":  # a long command wraps; a table doesn't
-            kind = "command"
+        # a long command wraps; a table doesn't
+        kind = "command" if language == "bash" else KINDS.get(f"{language} {line[:1]}")
         lines.append(f'<span class="{kind}">{text}</span>' if kind and text else text)
-    if language == "python":
-        lines = highlight_python(code)
     return "<pre><code>" + "\n".join(lines) + "</code></pre>"
 
 
 MARKDOWN = MarkdownIt("commonmark", {"highlight": render_fence}).enable("table")
 
 
-def heading_id(heading: Token) -> str:
-    """Return the id that GitHub gives a heading, so that links to #an-anchor work here too."""
-    words = "".join(part.content for part in heading.children).lower()
-    return re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
-
-
 def render_page(text: str, links: Sequence[tuple[str, str]] = ()) -> str:
     """Return a README.md as a page, with links to other pages, each with its words, above and below. Comments, and with
     them the builder's marks, are left out; <!-- page: ... --> has words for the page only."""
     tokens = MARKDOWN.parse(COMMENT.sub("", ONLY_ON_PAGES.sub(r"\1", text)))
-    heading_counts = Counter()
     for token, following in pairwise(tokens):
-        if token.type == "heading_open":
-            name = heading_id(following)
-            count = heading_counts[name]
-            token.attrSet("id", f"{name}-{count}" if count else name)
-            heading_counts[name] += 1
+        if token.type == "heading_open":  # the id that GitHub gives it: links to #an-anchor work
+            words = "".join(part.content for part in following.children).lower()
+            token.attrSet("id", re.sub(r"[^\w\- ]", "", words).replace(" ", "-"))
     body = MARKDOWN.renderer.render(tokens, MARKDOWN.options, {})
     title = text.partition("\n")[0].lstrip("# ")
     return TEMPLATES.get_template("page.html").render(title=title, links=links, body=body)

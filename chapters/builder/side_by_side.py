@@ -5,7 +5,8 @@
 
 import difflib
 import re
-from itertools import pairwise, zip_longest
+from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -27,99 +28,78 @@ WORDS = re.compile(
 BESIDE = re.compile(r'^<!-- beside\("(\S+)", "(\S+)"\): (.*?)\s*-->$', re.M | re.S)
 HUNK = re.compile(r"^```diff\n.*?^<!-- end -->\n\n", re.M | re.S)  # between a mark and its words
 LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
+TEMPLATE = TEMPLATES.get_template("side_by_side.html")
+
+
+def notes_of(chapters: dict[Path, str], pattern: re.Pattern[str]) -> Iterator[tuple[str, ...]]:
+    """Yield what a pattern finds in the chapters' README.md files: the place that it is about, and the words on it as
+    HTML, with a link to the chapter."""
+    for path, text in chapters.items():
+        folder = path.parent.name
+        for *place, words in pattern.findall(HUNK.sub("", text)):
+            words = re.sub(r"<!-- margin: (.*) -->", r"\1", words, flags=re.S)
+            if words.startswith(("#", "<!--", "|", "```", "- ")):
+                continue  # not words on the hunk
+            words = LINK.sub(r"\1", COMMENT.sub("", words))  # links by their words
+            words = MARKDOWN.renderInline(" ".join(words.split()))
+            link = f'<a href="../{folder}/README.md">chapter {int(folder[:2])}</a>'
+            yield *place, f"{words} ({link})"
 
 
 def margin_words(chapters: dict[Path, str]) -> dict[tuple[str, str], dict[int, list[str]]]:
     """Return what the chapters' README.md files say of each hunk, by its two files and its
     number."""
     words_by_hunk: dict[tuple[str, str], dict[int, list[str]]] = {pair: {} for pair in PAIRS}
-    for path, text in chapters.items():
-        for old, new, first, last, words in WORDS.findall(HUNK.sub("", text)):
-            words = re.sub(r"<!-- margin: (.*) -->", r"\1", words, flags=re.S)
-            if words.startswith(("#", "<!--", "|", "```", "- ")):
-                continue  # not words on the hunk
-            hunk_numbers = f"hunks {first} to {last}: " if last else ""
-            notes = words_by_hunk[old, new].setdefault(int(first), [])
-            notes.append(f"{hunk_numbers}{margin_note(path, words)}")
+    for old, new, first, last, words in notes_of(chapters, WORDS):
+        hunks = f"hunks {first} to {last}: " if last else ""
+        words_by_hunk[old, new].setdefault(int(first), []).append(hunks + words)
     return words_by_hunk
 
 
-def words_beside(chapters: dict[Path, str], file: str) -> dict[int, str]:
-    """Return what the chapters' README.md files say of single definitions of a file, by the index of the line at which
-    each begins. Raises ValueError if the file doesn't have one of them."""
-    words_by_line = {}
-    for path, text in chapters.items():
-        for name_of_file, definition, words in BESIDE.findall(text):
-            if name_of_file == file:
-                first_number, _ = source_lines(file, definition)
-                words_by_line[first_number - 1] = margin_note(path, words)
-    return words_by_line
-
-
-def margin_note(path: Path, words: str) -> str:
-    """Return words from a chapter's README.md as HTML, with a link to the chapter."""
-    folder = path.parent.name
-    words = LINK.sub(r"\1", COMMENT.sub("", words))  # links by their words
-    words = MARKDOWN.renderInline(" ".join(words.split()))
-    return f'{words} (<a href="../{folder}/README.md">chapter {int(folder[:2])}</a>)'
-
-
-def two_columns(
-    old: str, new: str, words_by_hunk: dict[int, list[str]], words_by_line: dict[int, str]
-) -> dict[str, Any]:
-    """Return what the template shows of two files: the lines of both as HTML, their indents, and rows.
-
-    A row has a kind, and the indices of its lines. Its margin holds the words of a hunk that begins there, or those on
-    its line, or is empty, or isn't its own: the words above reach over it. Other rows stand for hidden lines, or take
-    the rest of the words."""
-    texts = [project_text(name).splitlines() for name in (old, new)]
-    left, right = (highlight_python(project_text(name)) for name in (old, new))
-    rows, hunk, old_line, new_line = [], {"span": 0}, 0, 0
-    noted: set[int] = set()  # lines whose words have their place
-    changes = [*find_hunks(old, new), (len(left), len(left), len(right), len(right))]
-    for number, (first, end, new_first, new_end) in enumerate(changes, 1):
+def make_rows(
+    texts: list[list[str]],
+    changes: list[tuple[int, int, int, int]],
+    words_by_hunk: dict[int, list[str]],
+    words_by_line: dict[int, str],
+) -> list[dict[str, Any]]:
+    """Return the rows of a page. A row has a kind, and the indices of its two lines. What is `said` begins a cell of
+    the margin, which reaches over `span` rows: the words of a hunk that begins there, those on a line, or nothing.
+    Other rows stand for hidden lines, or take the rest of the words."""
+    rows, old_line, new_line = [], 0, 0
+    ends = [len(text) for text in texts for _ in range(2)]
+    for number, (first, end, new_first, new_end) in enumerate([*changes, ends], 1):
         n_equal = first - old_line
         n_above = NEARBY_LINES if number > 1 else 0  # the words of the hunk above reach as far
-        n_below = NEARBY_LINES if number < len(changes) else 0
+        n_below = NEARBY_LINES if number <= len(changes) else 0
         if n_equal <= SHOWN_LINES:
             n_above, n_below = n_equal, 0
         for step in range(n_equal):
             if step == n_above:
                 rows.append({"hidden": n_equal - n_above - n_below})
-            shown = step < n_above or step >= n_equal - n_below
-            empty = number == 1 or step >= n_above
-            kind = "same near" if shown else "same"
-            rows.append({"kind": kind, "a": old_line + step, "b": new_line + step, "empty": empty})
-            if number > 1 and step + 1 == n_above:
+            hidden = n_above <= step < n_equal - n_below
+            kind = "same" if hidden else "same near"
+            rows.append({"kind": kind, "a": old_line + step, "b": new_line + step})
+            if number == 1 or step >= n_above:
+                rows[-1]["said"] = []
+            elif step + 1 == n_above:
                 rows.append({"rest": True})
-        hunk["span"] += n_above + 1
         begin = len(rows)
-        pairs = align_lines(*texts, range(first, end), range(new_first, new_end))
-        for old_index, new_index in pairs:
-            kinds = ["old"] * (old_index is not None) + ["new"] * (new_index is not None)
-            kind = " ".join(kinds)
-            rows.append({"kind": kind, "a": old_index, "b": new_index})
-            if old_index is not None and new_index is not None:
-                likeness, removed, added = compare_lines(texts[0][old_index], texts[1][new_index])
-                if likeness >= LEAST_LIKENESS:
-                    left[old_index] = mark_differences(left[old_index], removed)
-                    right[new_index] = mark_differences(right[new_index], added)
-        if number < len(changes):
-            noted |= words_by_line.keys() & {*range(new_first, new_end)}
-            rows[begin] |= {"hunk": number, "said": words_by_hunk.get(number, [])}
-            rows[begin]["kind"] = f"first {rows[begin]['kind']}"
-            for row in rows[begin:]:
-                if row["b"] in words_by_line:
-                    row["said"] = [*row.get("said", []), words_by_line[row["b"]]]
-            cells = [index for index in range(begin, len(rows)) if "said" in rows[index]]
-            for index, following in pairwise([*cells, len(rows)]):
-                rows[index]["span"] = following - index
-            hunk = rows[cells[-1]]
+        for a, b in align_lines(*texts, range(first, end), range(new_first, new_end)):
+            kind = "old new" if None not in (a, b) else "old" if b is None else "new"
+            rows.append({"kind": kind, "a": a, "b": b})
+            if b in words_by_line:
+                rows[-1]["said"] = [words_by_line[b]]
+        for row in rows[begin : begin + 1]:
+            row["kind"] = f"first {row['kind']}"
+            row["said"] = [*words_by_hunk.get(number, []), *row.get("said", [])]
+            row["hunk"] = number
         old_line, new_line = end, new_end
-    if left_over := words_by_line.keys() - noted:
-        raise ValueError(f"{new}: words beside line {min(left_over) + 1}, which no hunk changes")
-    indents = [[len(line) - len(line.lstrip(" ")) for line in text] for text in texts]
-    return {"rows": rows, "left": left, "right": right, "indents": indents}
+    span = 0
+    for row in reversed(rows):
+        span += "hidden" not in row
+        if "said" in row:
+            row["span"], span = span, 0
+    return rows
 
 
 def align_lines(
@@ -128,21 +108,17 @@ def align_lines(
     """Return which old and new lines share a row: the two that are most alike, then in the same way
     those above and those below them."""
     pairs = (
-        (compare_lines(old[old_index], new[new_index])[0], old_index, new_index)
-        for old_index in old_range
-        for new_index in new_range
-        if old[old_index].strip() and new[new_index].strip()
+        (compare_lines(old[a], new[b])[0], a, b)
+        for a in old_range
+        for b in new_range
+        if old[a].strip() and new[b].strip()
     )
-    likeness, old_index, new_index = max(pairs, default=(0, 0, 0))
+    likeness, a, b = max(pairs, default=(0, 0, 0))
     if likeness < LEAST_LIKENESS:
         return list(zip_longest(old_range, new_range))
-    old_above, new_above = range(old_range.start, old_index), range(new_range.start, new_index)
-    old_below, new_below = (
-        range(old_index + 1, old_range.stop),
-        range(new_index + 1, new_range.stop),
-    )
-    above = align_lines(old, new, old_above, new_above)
-    return [*above, (old_index, new_index), *align_lines(old, new, old_below, new_below)]
+    above = align_lines(old, new, range(old_range.start, a), range(new_range.start, b))
+    below = align_lines(old, new, range(a + 1, old_range.stop), range(b + 1, new_range.stop))
+    return [*above, (a, b), *below]
 
 
 def compare_lines(old: str, new: str) -> tuple[float, list[bool], list[bool]]:
@@ -173,12 +149,27 @@ def mark_differences(line: str, differs: list[bool]) -> str:
 def comparison_pages(chapters: dict[Path, str]) -> dict[Path, str]:
     """Return the pages, named after the newer file, from the texts of the chapters' README.md."""
     words_by_pair, page_by_path = margin_words(chapters), {}
-    template = TEMPLATES.get_template("side_by_side.html")
-    for old, new in PAIRS:
-        path = CHAPTERS / "side_by_side" / f"{Path(new).stem}.html"
-        others = [pair for pair in PAIRS if pair != (old, new)]
-        columns = two_columns(old, new, words_by_pair[old, new], words_beside(chapters, new))
-        page_by_path[path] = template.render(
-            old=old, new=new, count=len(find_hunks(old, new)), others=others, **columns
+    for pair in PAIRS:
+        texts = [project_text(name).splitlines() for name in pair]
+        left, right = map(highlight_python, map(project_text, pair))
+        beside = {}  # words on single definitions, by the line at which each begins
+        for file, name, words in notes_of(chapters, BESIDE):
+            if file == pair[1]:
+                beside[source_lines(file, name)[0] - 1] = words
+        rows = make_rows(texts, find_hunks(*pair), words_by_pair[pair], beside)
+        for row in rows:
+            if "old new" in row.get("kind", ""):
+                a, b = row["a"], row["b"]
+                likeness, removed, added = compare_lines(texts[0][a], texts[1][b])
+                if likeness >= LEAST_LIKENESS:
+                    left[a] = mark_differences(left[a], removed)
+                    right[b] = mark_differences(right[b], added)
+        page_by_path[CHAPTERS / "side_by_side" / f"{Path(pair[1]).stem}.html"] = TEMPLATE.render(
+            pair=pair,
+            others=[other for other in PAIRS if other != pair],
+            count=len(find_hunks(*pair)),
+            rows=rows,
+            lines=(left, right),
+            indents=[[len(line) - len(line.lstrip()) for line in text] for text in texts],
         )
     return page_by_path

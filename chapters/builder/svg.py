@@ -1,6 +1,6 @@
 """Pictures of cells, as SVG that reads in black and white: every kind of cell has a pattern of its own."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from chapters.builder.pages import TEMPLATES
 
@@ -22,17 +22,17 @@ def cells(
     """
     return TEMPLATES.get_template("cells.svg").render(
         alt=alt,
-        rows=[(label, placed(row)) for label, row in rows],
+        rows=[(label, [*placed(row)]) for label, row in rows],
         legend=legend or {},
         width=width,
     )
 
 
-def placed(row: Sequence[Cell]) -> list[tuple[str, str, int, int]]:
-    """Return each cell's text, its kind, the number of columns to its left, and its width in
+def placed(row: Sequence[Cell]) -> Iterator[tuple[str, str, int, int]]:
+    """Yield each cell's text, its kind, the number of columns to its left, and its width in
     columns."""
-    cells, column = [], 0
-    for word, kind, *columns in row:
-        cells.append((word, kind, column, *(columns or [1])))
-        column += cells[-1][-1]
-    return cells
+    column = 0
+    for word, kind, *rest in row:
+        columns = sum(rest) or 1
+        yield word, kind, column, columns
+        column += columns
