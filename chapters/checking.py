@@ -1,22 +1,13 @@
-"""Helpers of the chapters' tests: texts, passes that fail, comparisons that name the first wrong
-number, what an object keeps in memory, calls that must be refused, and global generators that must
-stay untouched."""
+"""Helpers of the chapters' tests: texts, passes that fail, comparisons that name the first wrong number, memory, and
+calls that must be refused."""
 
-import random
 import re
 import reprlib
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-
-CONTAINERS = (list, tuple, set, frozenset, deque, Mapping)
-OF_A_CLASS = (Tensor, *CONTAINERS, MemberDescriptorType)  # what a class may hold for its objects
 
 
 def assert_close(
@@ -51,99 +42,37 @@ def assert_same(actual: Sequence[object], expected: Sequence[object], what: str)
     assert len(actual) == len(expected), f"{what}: {len(actual)} entries, must be {len(expected)}"
 
 
-def reachable(owner: object) -> Iterator[tuple[str, object]]:
-    """Yield an object and everything reachable from it, each once, with its path, such as
-    ".layers[0]".
-
-    The search follows attributes, also those of an object's class, the entries of containers, and
-    the variables that functions close over. It doesn't enter models, modules or classes.
-    """
-    seen: dict[int, object] = {}  # keeps the objects, so that no other gets their id
-    waiting = deque([("", owner)])
-    while waiting:
-        path, thing = waiting.popleft()
-        if id(thing) in seen:
-            continue
-        seen[id(thing)] = thing
-        yield path, thing
-        if isinstance(thing, Tensor):
-            if thing.grad is not None:
-                waiting.append((f"{path}.grad", thing.grad))
-        elif isinstance(thing, Mapping):
-            waiting += [(f"{path}[{key!r}]", entry) for key, entry in thing.items()]
-        elif isinstance(thing, CONTAINERS):
-            waiting += [(f"{path}[{i}]", entry) for i, entry in enumerate(thing)]
-        elif isinstance(thing, MethodType):
-            waiting.append((path, thing.__self__))
-        elif isinstance(thing, FunctionType):
-            waiting += [(path, cell.cell_contents) for cell in thing.__closure__ or ()]
-        elif not isinstance(thing, nn.Module | ModuleType | type):
-            names = {*getattr(thing, "__dict__", ())}
-            for kind in type(thing).__mro__:
-                names |= {
-                    name for name, entry in vars(kind).items() if isinstance(entry, OF_A_CLASS)
-                }
-            names = [n for n in sorted(names) if not n.startswith("__") and hasattr(thing, n)]
-            waiting += [(f"{path}.{name}", getattr(thing, name)) for name in names]
-
-
-def kept_bytes(owner: object) -> dict[str, int]:
-    """Return the bytes that an object keeps, by path: all memory of every tensor that can be
-    reached from it, even if the tensor is a small slice of that memory; and 8 bytes for each entry
-    of a container."""
-    storages, kept = set(), {}
-    for path, thing in reachable(owner):
-        if isinstance(thing, Tensor):
-            storage = thing.untyped_storage()
-            if storage._cdata not in storages:
-                storages.add(storage._cdata)
-                kept[path] = storage.nbytes()
-        elif isinstance(thing, CONTAINERS):
-            kept[path] = 8 * len(thing)
-    return kept
-
-
 def assert_keeps(owner: object, at_most: int, what: str, spare: int = 256) -> None:
-    """Fail if all that can be reached from an object keeps more than at_most + spare bytes; name
-    the largest parts.
-
-    Memory that grows from pass to pass shows as too much, and so does a slice that keeps the tensor it was cut from.
-    """
+    """Fail if the tensors in an object's attributes, also in lists and dicts, keep more than at_most + spare bytes of
+    memory; name the largest parts. A slice keeps all of the tensor that it was cut from."""
     __tracebackhide__ = True
-    kept = kept_bytes(owner)
-    if (total := sum(kept.values())) <= at_most + spare:
+    seen: dict[int, Tensor] = {}  # by their memory
+    kept: dict[str, int] = {}
+    shown: dict[str, int] = {}
+    for name, attribute in vars(owner).items():
+        kept[name] = shown[name] = 0
+        waiting = [attribute]
+        for entry in waiting:
+            if isinstance(entry, Tensor):
+                memory = entry.untyped_storage()
+                shown[name] += entry.nbytes
+                if memory.data_ptr() not in seen:
+                    seen[memory.data_ptr()] = entry
+                    kept[name] += memory.nbytes()
+            elif isinstance(entry, list | tuple):
+                waiting += entry
+            elif isinstance(entry, dict):
+                waiting += entry.values()
+    if sum(kept.values()) <= at_most + spare:
         return
-    sums: dict[str, list[int]] = {}  # by attribute: bytes kept, bytes shown
-    for path, thing in reachable(owner):
-        sizes = sums.setdefault(re.match(r"\W*\w*", path)[0] or "itself", [0, 0])
-        sizes[0] += kept.get(path, 0)
-        sizes[1] += thing.nbytes if isinstance(thing, Tensor) else kept.get(path, 0)
     lines = []
-    for name, (size, shown) in sorted(sums.items(), key=lambda item: -item[1][0])[:3]:
-        if size == 0:
-            break
-        slices = f", for {shown:,} of its own: a slice keeps all of its tensor"
-        lines.append(f"{name} keeps {size:,}{slices if shown < size else ''}")
+    for name in sorted(kept, key=kept.get, reverse=True)[:3]:
+        line = f"{name} keeps {kept[name]:,}"
+        if shown[name] < kept[name]:
+            line += f", for {shown[name]:,} of its own: a slice keeps all of its tensor"
+        lines.append(line)
+    total = sum(kept.values())
     pytest.fail(f"{what}: {total:,} bytes are kept, {at_most:,} are enough: {'; '.join(lines)}")
-
-
-def assert_like(actual: object, like: Tensor, what: str) -> None:
-    """Fail unless every tensor in what a function returned has the dtype and the device of `like` and is finite. Masks
-    beside other tensors may be of bool."""
-    __tracebackhide__ = True
-    tensors = [(path, x) for path, x in reachable(actual) if isinstance(x, Tensor)]
-    assert tensors, f"{what}: {type(actual).__name__}, must be a tensor"
-    for path, x in tensors:
-        if path and x.dtype == torch.bool:
-            continue
-        name = f"{what}{path}"
-        assert x.dtype == like.dtype, f"{name} is of {x.dtype}, must be of {like.dtype}"
-        assert x.device == like.device, f"{name} is on {x.device}, must be on {like.device}"
-        if x.device.type != "meta" and not x.isfinite().all():
-            first = (~x.isfinite()).nonzero()[0].tolist()
-            pytest.fail(
-                f"{name}: {x[tuple(first)].item()} at index {first}, must be a finite number"
-            )
 
 
 def random_ids(batch: int, n: int, seed: int = 0) -> Tensor:
@@ -210,27 +139,3 @@ def assert_refused(call: Callable[[], object], what: str, *needed: object) -> No
     assert not instead, f"{what}: {must}{instead}"
     missing = [x for x in needed if not re.search(rf"(?<!\w){re.escape(str(x))}(?!\w)", said)]
     assert not missing, f"{what}: {must}, and says {said!r}"
-
-
-def assert_ints(actual: Sequence[object], what: str) -> None:
-    """Fail unless all entries are Python ints, not tensors or floats."""
-    __tracebackhide__ = True
-    kinds = {type(entry).__name__ for entry in actual} - {"int"}
-    assert not kinds, f"{what} must be of int, and some are of {', '.join(sorted(kinds))}"
-
-
-@contextmanager
-def global_generators_untouched() -> Iterator[None]:
-    """Fail if the code within draws from the global random generators, or seeds them."""
-    __tracebackhide__ = True
-    states = {
-        "random": random.getstate,
-        "numpy.random": lambda: repr(np.random.get_state(legacy=False)),
-        "torch": lambda: torch.get_rng_state().tolist(),
-    }
-    before = {name: state() for name, state in states.items()}
-    yield
-    for name, state in states.items():
-        assert state() == before[name], (
-            f"{name}'s own generator is everybody's, and has changed: make one by the seed"
-        )
