@@ -78,11 +78,15 @@ def test_the_last_entries_are_the_sources_and_all_others_stay(
         batch, length = draw.randint(1, 3), draw.randint(1, 20)
         n = draw.choice([0, 1, length, draw.randint(0, length)])
         ids = text(length, trial, batch)
-        cache, source = cache_of(student, ids), cache_of(teacher, ids)
-        expected, theirs = entries(cache).clone(), entries(source).clone()
-        expected[..., length - n :, :] = theirs[..., length - n :, :]
+        cache, whole = cache_of(student, ids), cache_of(teacher, ids)
+        expected = entries(cache).clone()
+        expected[..., length - n :, :] = entries(whole)[..., length - n :, :]
+        begin = draw.randint(0, length - max(n, 1))  # a source that begins later serves, too
+        source = KVCache([kv[..., begin:, :] for kv in whole.layers], whole.pos[begin:])
+        theirs = entries(source).clone()
         impl.splice_last(cache, source, n)
-        assert_close(entries(cache), expected, f"the last {n} of {length} tokens", AXES, 0)
+        what = f"the last {n} of {length} tokens, by those of a source that holds {len(source)}"
+        assert_close(entries(cache), expected, what, AXES, 0)
         assert torch.equal(entries(source), theirs), "the source must stay as it is"
 
 

@@ -139,6 +139,9 @@ CHUNKS = planted(
     "A token of a later piece sees all of that piece, also what comes after it.": lambda: changed(
         KV, (MASK, MASK.replace("pos[:, None]", "pos[-1:, None]"))
     ),
+    "A later piece of two tokens gets no mask, a longer one does.": lambda: changed(
+        KV, ("            if len(pos) > 1:", "            if len(pos) > 2:")
+    ),
     "From the third piece on, all rows of a batch read the first row's keys.": lambda: changed(
         KV,
         (
@@ -157,6 +160,13 @@ CHUNKS = planted(
     ),
     "last_only gives the logits of the piece's first token.": lambda: changed(
         KV, ("x[:, -1:] if last_only", "x[:, :1] if last_only")
+    ),
+    "The cache rounds what the second piece has brought to half precision.": lambda: changed(
+        KV,
+        (
+            "            self.layers[layer] = kv",
+            "            self.layers[layer] = kv.half().to(k.dtype)",
+        ),
     ),
     "The cache rounds keys and values to half precision.": lambda: changed(
         KV,
@@ -212,6 +222,9 @@ STATES = planted(
             "[kv[..., : len(self), :].to(device, dtype, copy=True) for kv in self.layers]",
             "[kv[..., : len(self), :].to(device, dtype, copy=not i) for i, kv in enumerate(self.layers)]",
         ),
+    ),
+    "truncate() keeps the last n tokens, not the first.": lambda: changed(
+        KV, ("kv[..., :n, :].clone()", "kv[..., len(self) - n :, :].clone()")
     ),
     "truncate() takes any n for the nearest that can be.": lambda: changed(
         KV,
@@ -400,6 +413,15 @@ GENERATES = planted(
         (
             "        yield next_id",
             "        next_id = next_id[:1].expand_as(next_id)\n        yield next_id",
+        ),
+    ),
+    "A prompt longer than the context is read from its end on, as much as fits.": lambda: changed(
+        KV,
+        (
+            "        start = context_start(ids.size(1), model.context)",
+            "        start = context_start(ids.size(1), model.context)\n"
+            "        if ids.size(1) > model.context and not len(cache):\n"
+            "            start = ids.size(1) - model.context",
         ),
     ),
     "When the context is full, half of it is a token less.": lambda: changed(
