@@ -3,11 +3,14 @@ calls that must be refused."""
 
 import re
 import reprlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
+
+from examine import CHECKS, Subject, Trial
 
 
 def assert_close(
@@ -34,45 +37,59 @@ def assert_close(
 def assert_same(actual: Sequence[object], expected: Sequence[object], what: str) -> None:
     """Fail unless two sequences are equal; name the first difference."""
     __tracebackhide__ = True
-    for i, (actual_entry, expected_entry) in enumerate(zip(actual, expected, strict=False)):
-        if actual_entry != expected_entry:
-            pytest.fail(
-                f"{what}: the first difference is at index {i}: {actual_entry!r}, must be {expected_entry!r}"
-            )
+    for i, (found, wanted) in enumerate(zip(actual, expected, strict=False)):
+        difference = f"{what}: the first difference is at index {i}"
+        assert found == wanted, f"{difference}: {found!r}, must be {wanted!r}"
     assert len(actual) == len(expected), f"{what}: {len(actual)} entries, must be {len(expected)}"
 
 
+def assert_right(
+    model: nn.Module, new_cache: Callable[[], object], question: str, **about: object
+) -> None:
+    """Fail unless a cache is right by the check of examine.py that has this name; say what that finds. about: what
+    the cache promises (window, sinks, capacity, approximate)."""
+    __tracebackhide__ = True
+    check = {check.name: check for check in CHECKS}[question]
+    subject = Subject(model, new_cache, **about)
+    finding = check.find(subject)
+    if finding.verdict == "right" or (about.get("approximate") and finding.verdict == "measured"):
+        return
+    promised = [f"{name} {value}" for name, value in about.items()]
+    says = f"{', '.join([question, *promised])}: {finding.verdict}. {finding.says}"
+    if finding.verdict in ("REFUSES", "BREAKS"):
+        try:
+            with torch.no_grad():
+                check.function(Trial(subject))  # again, for the line in which it fails
+        except NotImplementedError:  # not written yet
+            raise
+        except Exception as error:
+            raise AssertionError(says) from error
+    pytest.fail(says)
+
+
 def assert_keeps(owner: object, at_most: int, what: str, spare: int = 256) -> None:
-    """Fail if the tensors in an object's attributes, also in lists and dicts, keep more than at_most + spare bytes of
+    """Fail if the tensors in an object's attributes, or in lists there, keep more than at_most + spare bytes of
     memory; name the largest parts. A slice keeps all of the tensor that it was cut from."""
     __tracebackhide__ = True
-    seen: dict[int, Tensor] = {}  # by their memory
-    kept: dict[str, int] = {}
-    shown: dict[str, int] = {}
+    kept, shown, memories = Counter(), Counter(), set()  # by attribute
     for name, attribute in vars(owner).items():
-        kept[name] = shown[name] = 0
         waiting = [attribute]
         for entry in waiting:
-            if isinstance(entry, Tensor):
+            if isinstance(entry, list | tuple):
+                waiting += entry
+            elif isinstance(entry, Tensor):
                 memory = entry.untyped_storage()
                 shown[name] += entry.nbytes
-                if memory.data_ptr() not in seen:
-                    seen[memory.data_ptr()] = entry
+                if memory.data_ptr() not in memories:
                     kept[name] += memory.nbytes()
-            elif isinstance(entry, list | tuple):
-                waiting += entry
-            elif isinstance(entry, dict):
-                waiting += entry.values()
-    if sum(kept.values()) <= at_most + spare:
-        return
-    lines = []
-    for name in sorted(kept, key=kept.get, reverse=True)[:3]:
-        line = f"{name} keeps {kept[name]:,}"
-        if shown[name] < kept[name]:
-            line += f", for {shown[name]:,} of its own: a slice keeps all of its tensor"
-        lines.append(line)
-    total = sum(kept.values())
-    pytest.fail(f"{what}: {total:,} bytes are kept, {at_most:,} are enough: {'; '.join(lines)}")
+                memories.add(memory.data_ptr())
+    total, parts = kept.total(), []
+    for name, size in kept.most_common(3):
+        slices = f", for {shown[name]:,} of its own: a slice keeps all of its tensor"
+        parts.append(f"{name} keeps {size:,}{slices if shown[name] < size else ''}")
+    assert total <= at_most + spare, (
+        f"{what}: {total:,} bytes are kept, {at_most:,} are enough: {'; '.join(parts)}"
+    )
 
 
 def random_ids(batch: int, n: int, seed: int = 0) -> Tensor:
@@ -96,7 +113,7 @@ def fail_in_layer(model: nn.Module, ids: Tensor, cache: object, layer: int) -> N
     try:
         model(ids, cache)
     except MemoryError:
-        instead = ""
+        return
     except NotImplementedError:  # a kind of RuntimeError: not written yet
         raise
     except RuntimeError as error:
@@ -104,7 +121,7 @@ def fail_in_layer(model: nn.Module, ids: Tensor, cache: object, layer: int) -> N
     finally:
         for hook in hooks:
             hook.remove()
-    assert not instead, f"a pass that is to fail in layer {layer} doesn't get there: {instead}"
+    pytest.fail(f"a pass that is to fail in layer {layer} doesn't get there: {instead}")
 
 
 def pass_after_failure(
@@ -128,14 +145,14 @@ def assert_refused(call: Callable[[], object], what: str, *needed: object) -> No
     must = "must be a ValueError" + f" that says {' and '.join(map(str, needed))}" * bool(needed)
     try:
         result = call()
-        came = "" if result is None else f": {reprlib.repr(result)} came back"
-        said, instead = "", f", and nothing was raised{came}"
     except ValueError as error:
-        said, instead = str(error), ""
+        said = str(error)
     except NotImplementedError:  # not written yet
         raise
     except Exception as error:
-        said, instead = "", f", not {error!r}"
-    assert not instead, f"{what}: {must}{instead}"
+        pytest.fail(f"{what}: {must}, not {error!r}")
+    else:
+        came = "" if result is None else f": {reprlib.repr(result)} came back"
+        pytest.fail(f"{what}: {must}, and nothing was raised{came}")
     missing = [x for x in needed if not re.search(rf"(?<!\w){re.escape(str(x))}(?!\w)", said)]
     assert not missing, f"{what}: {must}, and says {said!r}"

@@ -1,6 +1,5 @@
 """Chapter 2: a cache changes nothing but the work."""
 
-import random
 from itertools import pairwise
 from types import ModuleType
 
@@ -13,9 +12,8 @@ from chapters.checking import (
     assert_close,
     assert_keeps,
     assert_refused,
+    assert_right,
     assert_same,
-    fail_in_layer,
-    pass_after_failure,
     random_ids,
 )
 from gpt_kv_cache import GPT, GPTConfig
@@ -102,19 +100,20 @@ def test_stage_2_chunks(impl: ModuleType, ends: tuple[int, ...]) -> None:
 
 
 @pytest.mark.ex2_1
-@torch.no_grad()
-def test_stage_2_any_cut_of_the_text_gives_the_logits_of_an_uncached_pass(
-    impl: ModuleType, model: GPT
-) -> None:
-    draw = random.Random(0)
-    for trial in range(20):
-        batch, n = draw.randint(1, 3), draw.randint(2, 40)
-        ids = random_ids(batch, n, trial)
-        cuts = sorted(draw.sample(range(1, n), draw.randint(0, min(6, n - 1))))
-        cache = impl.Cache()
-        logits = torch.cat([model(ids[:, a:b], cache) for a, b in pairwise([0, *cuts, n])], 1)
-        assert_close(logits, model(ids), f"{n} tokens, cut at {cuts}", LOGITS)
-        assert len(cache) == n
+@pytest.mark.parametrize(
+    "question",
+    [
+        "a prompt is read at once",
+        "a second piece follows",
+        "one token at a time",
+        "pieces of any size",
+        "two texts in turn",
+        "tokens are counted",
+        "bfloat16 beside float32",
+    ],
+)
+def test_stage_2_any_cut_of_a_text(impl: ModuleType, model: GPT, question: str) -> None:
+    assert_right(model, impl.Cache, question)
 
 
 @pytest.mark.ex2_1
@@ -129,36 +128,19 @@ def test_stage_2_every_key_and_value_is_held_once(impl: ModuleType, model: GPT) 
 
 
 @pytest.mark.ex2_1
-@torch.no_grad()
-def test_stage_3_a_pass_that_fails_changes_nothing(impl: ModuleType, model: GPT) -> None:
-    check_failures(impl, model, 5)
+@pytest.mark.parametrize(
+    "question", ["a failed pass isn't counted", "a pass of NaN that fails, then goes on"]
+)
+def test_stage_3_a_pass_that_fails_changes_nothing(
+    impl: ModuleType, model: GPT, question: str
+) -> None:
+    assert_right(model, impl.Cache, question)
 
 
 @pytest.mark.ex2_1
-@torch.no_grad()
-def test_stage_4_nor_does_the_very_first_pass(impl: ModuleType, model: GPT) -> None:
-    check_failures(impl, model, 0)
-
-
-def check_failures(impl: ModuleType, model: GPT, read: int) -> None:
-    """Whether passes that fail after so many tokens change nothing, in any layer."""
-    ids = random_ids(2, 12)
-    for layer in range(CONFIG.n_layer):
-        cache = impl.Cache()
-        if read:
-            model(ids[:, :read], cache)
-        for _ in range(2):
-            fail_in_layer(model, ids[:, read:9], cache, layer)
-        what = f"{read} tokens read, then two passes that fail in layer {layer}"
-        assert len(cache) == read == int(cache.positions(1)), (
-            f"{what}: {len(cache)} tokens, next position {int(cache.positions(1))}"
-        )
-        first = pass_after_failure(model, ids[:, read:9], cache, what)
-        many = f"{what}, then one that succeeds: {len(cache.layers)} layers for a model of {CONFIG.n_layer}"
-        assert len(cache.layers) == CONFIG.n_layer, many
-        logits = torch.cat([first, model(ids[:, 9:], cache)], 1)
-        what += ", then the rest (NaN is what a failed pass left: nobody may read it)"
-        assert_close(logits, model(ids)[:, read:], what, LOGITS)
+@pytest.mark.parametrize("where", ["in the middle", "at its end"])
+def test_stage_4_nor_does_the_very_first_pass(impl: ModuleType, model: GPT, where: str) -> None:
+    assert_right(model, impl.Cache, f"a pass that fails {where}, then goes on")
 
 
 @pytest.mark.ex2_2
@@ -198,20 +180,17 @@ def test_bytes_by_formula(impl: ModuleType) -> None:
 
 
 @pytest.mark.ex2_4
-@torch.no_grad()
-def test_going_back_and_on_with_another_text(impl: ModuleType, model: GPT) -> None:
-    ids, other = random_ids(2, 12, 1), random_ids(2, 6, 2)
-    cache = impl.Cache()
-    model(ids, cache)
-    cache.truncate(5)
-    assert len(cache) == 5 == int(cache.positions(1)), (
-        f"5 tokens kept: len {len(cache)}, next position {int(cache.positions(1))}"
-    )
-    logits = model(other, cache)
-    expected = model(torch.cat([ids[:, :5], other], 1))[:, 5:]
-    assert_close(logits, expected, "the first 5 of 12 tokens kept, then another text", LOGITS)
-    cache.truncate(0)
-    assert_close(model(ids, cache), model(ids), "no token kept, then another text", LOGITS)
+@pytest.mark.parametrize(
+    "question",
+    [
+        "tokens are counted",
+        "a text is cut back anywhere, then goes on",
+        "another ending of the same text",
+        "a pass that fails, then a cut",
+    ],
+)
+def test_going_back_and_on_with_another_text(impl: ModuleType, model: GPT, question: str) -> None:
+    assert_right(model, impl.Cache, question)
 
 
 @pytest.mark.ex2_4
@@ -221,20 +200,6 @@ def test_going_back_frees_the_memory(impl: ModuleType, model: GPT) -> None:
     model(random_ids(1, 40), cache)
     cache.truncate(4)
     assert_keeps(cache, bytes_of(4), "4 of 40 tokens kept", spare=128)
-
-
-@pytest.mark.ex2_4
-@torch.no_grad()
-def test_what_a_failed_pass_left_is_not_kept(impl: ModuleType, model: GPT) -> None:
-    ids = random_ids(1, 12)
-    for keep in (8, 5, 1):
-        cache = impl.Cache()
-        model(ids[:, :8], cache)
-        fail_in_layer(model, random_ids(1, 3, seed=1), cache, CONFIG.n_layer - 1)
-        cache.truncate(keep)
-        what = f"8 tokens read, 3 more in a pass that failed, truncate({keep}): count from the tensor's beginning"
-        logits = pass_after_failure(model, ids[:, keep:], cache, what)
-        assert_close(logits, model(ids)[:, keep:], what, LOGITS)
 
 
 @pytest.mark.ex2_4

@@ -2,7 +2,6 @@
 
 import random
 from functools import partial
-from itertools import pairwise
 from types import ModuleType
 
 import pytest
@@ -14,6 +13,7 @@ from chapters.checking import (
     assert_close,
     assert_keeps,
     assert_refused,
+    assert_right,
     assert_same,
     fail_in_layer,
     pass_after_failure,
@@ -23,7 +23,18 @@ from gpt_bounded_cache import GPT, GPTConfig
 
 CONFIG = GPTConfig(vocab_size=100, n_ctx=64, n_layer=3, n_head=2, n_embd=32)
 LOGITS = ("row", "token", "logit")
-NAN = "(NaN is what a failed pass left: nobody may read it, nor mask it)"
+CUTS = [
+    "a prompt is read at once",
+    "a second piece follows",
+    "one token at a time",
+    "pieces of any size",
+    "bfloat16 beside float32",
+]
+FAILURES = [
+    "a pass that fails in the middle, then goes on",
+    "a pass that fails at its end, then goes on",
+    "a pass of NaN that fails, then goes on",
+]
 
 
 def loud(model: torch.nn.Module) -> torch.nn.Module:
@@ -46,26 +57,15 @@ def growing() -> gpt_kv_cache.GPT:
     return loud(gpt_kv_cache.GPT(gpt_kv_cache.GPTConfig(**config)))
 
 
-def bytes_of(tokens: int, batch: int = 1) -> int:
-    """Bytes of so many tokens' keys and values."""
-    return 2 * CONFIG.n_layer * batch * CONFIG.n_head * CONFIG.head_dim * tokens * 4
-
-
-def pieces(n: int, draw: random.Random) -> list[tuple[int, int]]:
-    """A cut of n tokens into chunks: (first, end) of each."""
-    cuts = sorted(draw.sample(range(1, n), draw.randint(0, min(6, n - 1))))
-    return list(pairwise([0, *cuts, n]))
-
-
-def banded(model: GPT, ids: Tensor, window: int, sinks: int) -> Tensor:
-    """Logits of one pass without a cache: a token sees the last `window` and the first `sinks`."""
-    pos = torch.arange(ids.size(1))
-    mask = (pos <= pos[:, None]) & ((pos > pos[:, None] - window) | (pos < sinks))
-    x = model.wte(ids) + model.wpe(pos)
-    for block in model.h:
-        x = x + block.attn(*block.attn.project(block.ln_1(x)), mask)
-        x = x + block.mlp(block.ln_2(x))
-    return model.head(x)
+def check_memory(model: torch.nn.Module, cache: object, slots: int) -> None:
+    """Whether a cache that reads 20 tokens of two texts allocates so many slots once."""
+    where = set()
+    for piece in random_ids(2, 20).split([3, 1, 14, 2], 1):
+        model(piece, cache)
+        where.add(tuple(kv.untyped_storage().data_ptr() for kv in cache.layers))
+    assert len(where) == 1, "the memory has moved: something was allocated after the first pass"
+    nbytes = 2 * CONFIG.n_layer * 2 * CONFIG.n_head * CONFIG.head_dim * slots * 4
+    assert_keeps(cache, nbytes, f"20 tokens of 2 texts in {slots} slots", spare=512)
 
 
 # --- 3.1 ------------------------------------------------------------------------------------------
@@ -86,27 +86,17 @@ def test_slots_by_hand(impl: ModuleType) -> None:
 
 
 @pytest.mark.ex3_2
-@torch.no_grad()
-def test_memory_that_is_allocated_once_gives_the_logits_of_an_uncached_pass(
-    impl: ModuleType, growing: gpt_kv_cache.GPT
+@pytest.mark.parametrize("question", [*CUTS, *FAILURES])
+def test_the_logits_are_those_of_an_uncached_pass(
+    impl: ModuleType, growing: gpt_kv_cache.GPT, question: str
 ) -> None:
-    draw = random.Random(0)
-    for trial in range(15):
-        batch, n = draw.randint(1, 3), draw.randint(2, 40)
-        cache, ids = impl.Preallocated(n + draw.choice([0, 9])), random_ids(batch, n, trial)
-        logits, where = [], set()
-        for a, b in pieces(n, draw):
-            logits.append(growing(ids[:, a:b], cache))
-            where.add(tuple(kv.untyped_storage().data_ptr() for kv in cache.layers))
-        assert_close(torch.cat(logits, 1), growing(ids), f"text {trial}, {n} tokens", LOGITS)
-        what, size = (
-            f"{batch} texts in a cache of {cache.capacity}",
-            bytes_of(cache.capacity, batch),
-        )
-        assert_keeps(cache, size, what, spare=1024)
-        sizes = [kv.nbytes for kv in cache.layers]
-        assert sum(sizes) == size, f"{what}: layers of {sizes} bytes, must be {size} together"
-        assert len(where) == 1, "the memory has moved: something was allocated after the first pass"
+    assert_right(growing, partial(impl.Preallocated, 50), question, capacity=50)
+
+
+@pytest.mark.ex3_2
+@torch.no_grad()
+def test_memory_is_allocated_once(impl: ModuleType, growing: gpt_kv_cache.GPT) -> None:
+    check_memory(growing, impl.Preallocated(30), 30)
 
 
 @pytest.mark.ex3_2
@@ -142,21 +132,6 @@ def test_a_write_past_the_end_is_refused_and_changes_nothing(
     assert all(same), f"{what}: checked too late, and the memory has changed"
 
 
-@pytest.mark.ex3_2
-@torch.no_grad()
-def test_a_failed_pass_leaves_nothing_behind(impl: ModuleType, growing: gpt_kv_cache.GPT) -> None:
-    cache, ids = impl.Preallocated(12), random_ids(2, 12)
-    for batch, read in [(1, 0), (2, 0), (2, 5)]:  # a failed first pass of another batch size
-        if read:
-            growing(ids[:, :read], cache)
-        fail_in_layer(growing, ids[:batch, read : read + 3], cache, 1)
-        assert len(cache) == read, f"{len(cache)} tokens after a pass that failed, {read} before"
-    what = f"5 tokens read, 3 in a pass that failed, then the rest {NAN}"
-    assert_close(
-        pass_after_failure(growing, ids[:, 5:], cache, what), growing(ids)[:, 5:], what, LOGITS
-    )
-
-
 # --- 3.3 ------------------------------------------------------------------------------------------
 
 
@@ -179,57 +154,39 @@ def test_what_a_token_depends_on_through_all_layers(impl: ModuleType) -> None:
 
 
 @pytest.mark.ex3_4
-@torch.no_grad()
-def test_a_ring_one_token_at_a_time(impl: ModuleType, model: GPT) -> None:
-    ids, cache = random_ids(2, 20), impl.Ring(5, 2)
-    logits = torch.cat([model(ids[:, t : t + 1], cache) for t in range(20)], 1)
-    assert_close(logits, banded(model, ids, 5, 2), "window 5, 2 sinks, token by token", LOGITS)
-
-
-@pytest.mark.ex3_4
-@torch.no_grad()
-def test_any_cut_of_the_text_gives_the_logits_of_one_masked_pass(
-    impl: ModuleType, model: GPT
+@pytest.mark.parametrize(
+    "question",
+    [
+        *CUTS,
+        "a piece longer than the window, on a full one",
+        "the window's first and last token",
+        *FAILURES,
+        "a pass that fails, then a cut",
+        "a text is cut back anywhere, then goes on",
+    ],
+)
+@pytest.mark.parametrize(("window", "sinks"), [(6, 2), (3, 0)])
+def test_the_logits_are_those_of_one_masked_pass(
+    impl: ModuleType, model: GPT, question: str, window: int, sinks: int
 ) -> None:
-    draw = random.Random(0)
-    for trial in range(30):
-        batch, n = draw.randint(1, 3), draw.randint(2, 40)
-        window, sinks = draw.randint(1, draw.choice([3, 10, 45])), draw.choice([0, 0, 1, 4])
-        ids, cuts, cache = random_ids(batch, n, trial), pieces(n, draw), impl.Ring(window, sinks)
-        logits = torch.cat([model(ids[:, a:b], cache) for a, b in cuts], 1)
-        what = f"window {window}, {sinks} sinks, chunks {cuts}: is a token evicted that is needed?"
-        expected = banded(model, ids, window, sinks)
-        assert_close(logits, expected, what, LOGITS)
-        assert len(cache) == int(cache.positions(1)) == n, "tokens read, not slots filled"
-
-
-@pytest.mark.ex3_4
-@torch.no_grad()
-def test_what_is_evicted_cannot_be_kept(impl: ModuleType, model: GPT) -> None:
-    ids, expected = random_ids(1, 20), banded(model, random_ids(1, 20), 4, 2)
-    for read, keep in [(7, 6), (7, 1), (12, 11), (12, 13), (3, 4), (3, -1)]:
-        cache = impl.Ring(4, 2)
-        model(ids[:, :read], cache)
-        why = f"window 4, {read} tokens read, truncate({keep})"
-        assert_refused(partial(cache.truncate, keep), why)
-        changed = f"truncate({keep}) of {read} tokens is refused, and leaves {len(cache)}"
-        assert len(cache) == read, f"{changed}: check first, then change"
-        cache.truncate(read)
-        what = f"{read} tokens read, truncate({keep}) refused"
-        assert_close(model(ids[:, read:], cache), expected[:, read:], what, LOGITS)
-        cache.truncate(0)
-        assert_close(model(ids, cache), expected, f"{what}, then truncate(0)", LOGITS)
+    assert_right(model, partial(impl.Ring, window, sinks), question, window=window, sinks=sinks)
 
 
 @pytest.mark.ex3_4
 @torch.no_grad()
 def test_a_ring_is_allocated_once_and_never_more(impl: ModuleType, model: GPT) -> None:
-    cache, where = impl.Ring(5, 2), set()
-    for a, b in [(0, 3), (3, 4), (4, 20), (20, 21), (21, 60)]:
-        model(random_ids(2, 60)[:, a:b], cache)
-        where.add(tuple(kv.untyped_storage().data_ptr() for kv in cache.layers))
-    assert len(where) == 1, "the memory has moved: something was allocated after the first pass"
-    assert_keeps(cache, bytes_of(8, batch=2), "60 tokens of 2 texts in a ring of 8 slots")
+    check_memory(model, impl.Ring(5, 2), 8)
+
+
+@pytest.mark.ex3_4
+@torch.no_grad()
+def test_what_is_evicted_cannot_be_kept(impl: ModuleType, model: GPT) -> None:
+    for read, keep in [(7, 6), (7, 1), (12, 11), (12, 13), (3, 4), (3, -1)]:
+        cache = impl.Ring(4, 2)
+        model(random_ids(1, read), cache)
+        why = f"window 4, 2 sinks, {read} tokens read, truncate({keep})"
+        assert_refused(partial(cache.truncate, keep), why)
+        assert len(cache) == read, f"{why} is refused, and leaves {len(cache)}"
 
 
 @pytest.mark.ex3_4
@@ -243,55 +200,6 @@ def test_decoding_copies_nothing(impl: ModuleType) -> None:
         assert {*range(max(0, t - 2), t + 1), 0} <= {*k[0, 0, :, 0].tolist()}, "its own key too"
         assert torch.equal(k, -v) and k.size(2) == min(t + 1, 5), "slots that aren't empty"
         ring.commit(pos)
-
-
-@pytest.mark.ex3_4
-@torch.no_grad()
-@pytest.mark.parametrize("read", [1, 4, 5, 6, 7, 8, 12])
-def test_a_pass_that_fails_anywhere_changes_nothing_that_is_read(
-    impl: ModuleType, model: GPT, read: int
-) -> None:
-    ids, expected = random_ids(2, 30), banded(model, random_ids(2, 30), 5, 1)
-    for layer in range(CONFIG.n_layer):
-        for more in (1, 2, 9):
-            for then in (1, 2, 10):
-                cache = impl.Ring(5, 1)
-                model(ids[:, :read], cache)
-                fail_in_layer(model, random_ids(2, more, seed=7), cache, layer)
-                assert len(cache) == read
-                what = f"{read} tokens, a pass of {more} that fails in layer {layer}, then {then} {NAN}"
-                parts = ids[:, read:].split(then, 1)
-                got = torch.cat([pass_after_failure(model, part, cache, what) for part in parts], 1)
-                assert_close(got, expected[:, read:], what, LOGITS)
-
-
-@pytest.mark.ex3_4
-@torch.no_grad()
-@pytest.mark.parametrize("sinks", [0, 2])
-def test_what_was_read_can_be_kept_until_the_ring_evicts(
-    impl: ModuleType, model: GPT, sinks: int
-) -> None:
-    """Also after a pass that failed in its last layer, on a ring that is exactly full."""
-    window, ids = 4, random_ids(1, 20)
-    expected = banded(model, ids, window, sinks)
-    for read in range(1, window + sinks + 1):
-        for keep in range(read + 1):
-            for failed in (0, 1, 2, 6):
-                cache = impl.Ring(window, sinks)
-                model(ids[:, :read], cache)
-                if failed:
-                    fail_in_layer(model, random_ids(1, failed, seed=7), cache, CONFIG.n_layer - 1)
-                what = f"{read} read, {failed} failed, truncate({keep}): window {window}, {sinks=}"
-                try:
-                    cache.truncate(keep)
-                except ValueError as error:
-                    pytest.fail(f"{what}: nothing is evicted yet, and it was refused: {error}")
-                count = f"{len(cache)} tokens, next position {int(cache.positions(1))}"
-                assert len(cache) == int(cache.positions(1)) == keep, f"{what}: {count}"
-                what = f"{what} {NAN}"
-                parts = ids[:, keep:].split(1, 1)
-                got = torch.cat([pass_after_failure(model, part, cache, what) for part in parts], 1)
-                assert_close(got, expected[:, keep:], what, LOGITS)
 
 
 # --- 3.5 ------------------------------------------------------------------------------------------
@@ -345,7 +253,7 @@ def test_a_failed_pass_leaves_a_batch_as_it_was(
     growing(ids, cache)
     fail_in_layer(growing, random_ids(2, 3), cache, 1)
     more = random_ids(2, 2, seed=1)
-    what = f"two tokens after passes that failed, in the row of two {NAN}"
+    what = "two tokens after passes that failed, in the row of two"
     got = pass_after_failure(growing, more, cache, what)
     expected = growing(torch.tensor([[5, 6, *more[1].tolist()]]))
     assert_close(got[1], expected[0, 2:], what, LOGITS[1:])

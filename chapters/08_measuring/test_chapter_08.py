@@ -15,8 +15,8 @@ from chapters.checking import (
     assert_close,
     assert_keeps,
     assert_refused,
+    assert_right,
     assert_same,
-    fail_in_layer,
 )
 from gpt_kv_cache import GPT, MLP, Attention, GPTConfig, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
@@ -421,18 +421,10 @@ def test_it_does_not_matter_how_a_text_is_fed(impl: ModuleType) -> None:
 
 
 @pytest.mark.ex8_6
-@torch.no_grad()
-def test_a_pass_that_fails_leaves_nothing_that_counts(impl: ModuleType) -> None:
-    ids = torch.randint(80, (1, 12), generator=torch.Generator().manual_seed(2))
-    model, cache = model_of(2).double(), impl.Int8Cache()
-    for read in (0, 5):
-        if read:
-            model(ids[:, :read], cache)
-        fail_in_layer(model, ids[:, read : read + 3], cache, len(model.h) - 1)
-    whole = model(ids, impl.Int8Cache())[:, 5:]
-    found = torch.cat([model(ids[:, 5:6], cache), model(ids[:, 6:], cache)], 1)
-    what = f"{len(model.h)} layers, after two failures"
-    assert_close(found, whole, what, ("row", "token", "logit"), tolerance=1e-8)
+@pytest.mark.parametrize("where", ["in the middle", "at its end"])
+def test_a_pass_that_fails_leaves_nothing_that_counts(impl: ModuleType, where: str) -> None:
+    question = f"a pass that fails {where}, then goes on"
+    assert_right(model_of(2), impl.Int8Cache, question, approximate=0.05)
 
 
 @pytest.mark.ex8_6
