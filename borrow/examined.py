@@ -10,6 +10,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,12 +185,47 @@ SUBJECTS: dict[str, tuple[str, Callable[[], Subject]]] = {
             promises=True,
         ),
     ),
+    "transformers-static-lfm2": (
+        "transformers, `StaticCache`, LFM2",
+        lambda: TransformersSubject(family_model("lfm2"), static, records_past=False),
+    ),
+    "transformers-static-lfm2-recorded": (
+        "the same, after `activate_past_recording()`",
+        lambda: TransformersSubject(family_model("lfm2"), static),
+    ),
     "from-scratch-gpt2": (
         "LLMs-from-scratch, `kv_cache.gpt2` with `use_cache=True`",
         lambda: from_scratch("gpt2"),
     ),
     "from-scratch-qwen3": ("LLMs-from-scratch, `kv_cache.qwen3`", lambda: from_scratch("qwen3")),
 }
+
+# Models of transformers whose layers keep different things, each with its own DynamicCache; by FAMILIES' names.
+HYBRIDS = {
+    "gemma3": "Gemma 3: windows",
+    "gemma4": "Gemma 4: windows, heads of two sizes",
+    "gpt-oss": "gpt-oss: windows, sinks, experts",
+    "deepseek-v3": "DeepSeek-V3: keys and values of a latent, experts",
+    "qwen3-next": "Qwen3-Next: the gated delta rule, experts",
+    "qwen3.5": "Qwen3.5: the gated delta rule",
+    "lfm2": "LFM2: convolutions",
+    "falcon": "Falcon",
+    "falcon-h1": "Falcon-H1: attention and a state in each layer",
+    "falcon-mamba": "FalconMamba: states",
+    "mamba": "Mamba: states",
+    "mamba2": "Mamba-2: states",
+}
+
+
+def hybrid(name: str) -> Subject:
+    return TransformersSubject(family_model(name), dynamic)
+
+
+for family, layers in HYBRIDS.items():
+    SUBJECTS[f"transformers-{family}"] = (
+        f"transformers, `DynamicCache`, {layers}",
+        partial(hybrid, family),
+    )
 
 
 def page() -> str:
