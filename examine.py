@@ -286,16 +286,18 @@ class TransformersSubject(Subject):
         c = self.model.config.get_text_config(decoder=True)
         layers = [] if hasattr(cache := self.new(), "ours") else cache.layers
         if any(hasattr(layer, "conv_states") for layer in layers):
-            raise NotOffered(
-                "it has layers that keep a state, whose bytes are other than those of keys and values"
-            )
+            raise NotOffered("a layer keeps a state, which has other bytes than keys and values")
         if hasattr(c, "kv_lora_rank"):
             raise NotOffered("its keys and values are made of a latent, and their sizes differ")
-        if getattr(c, "per_layer_config", None):
-            raise NotOffered("its layers have heads of different sizes")
-        heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-        size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        return 2 * c.num_hidden_layers * heads * size * self.model.dtype.itemsize
+        numbers = 0
+        for layer in range(c.num_hidden_layers):
+            each = c.per_layer_config[layer] if hasattr(c, "per_layer_config") else c
+            heads = each.num_attention_heads
+            size = getattr(each, "head_dim", None) or each.hidden_size // heads
+            for name in ("num_kv_heads", "num_key_value_heads"):
+                heads = getattr(each, name, None) or heads
+            numbers += 2 * heads * size
+        return numbers * self.model.dtype.itemsize
 
 
 class GivenSubject(Subject):
@@ -510,8 +512,13 @@ def randomized(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-SLIDES = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+SLIDES = {
+    "head_dim": 32,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 DELTA_RULE = {
+    "head_dim": 32,
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -528,7 +535,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3", SLIDES),
     "gemma4": (
         "Gemma4",
-        SLIDES | {"vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 8},
+        SLIDES
+        | {"vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 8}
+        | {"global_head_dim": 16},
     ),
     "gpt-oss": ("GptOss", SLIDES | EXPERTS | {"num_local_experts": 4}),
     "deepseek-v3": (
@@ -536,7 +545,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         EXPERTS
         | {
             "num_key_value_heads": 2,
-            "head_dim": 8,
             "q_lora_rank": 16,
             "kv_lora_rank": 16,
             "qk_rope_head_dim": 8,
@@ -585,7 +593,6 @@ def family_model(name: str, **changes: Any) -> Any:
         "intermediate_size": 48,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
-        "head_dim": 32,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
