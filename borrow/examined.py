@@ -227,6 +227,18 @@ for family, layers in HYBRIDS.items():
         partial(hybrid, family),
     )
 
+# What the page says of them, below its table.
+WHOSE_FAULT = """\
+- Mamba and FalconMamba: a second piece of several tokens begins with an empty state, since `mamba_selective_scan()` takes
+  none. One token at a time is right, and so is Mamba-2.
+- Falcon with `new_decoder_architecture`: keys and values are repeated for each head before they are cached.
+- `StaticCache` after `activate_past_recording()`, in a model with convolutions or states: a single token attends to slots that
+  were never written. [static_cache_with_states.py](static_cache_with_states.py) shows it and its cause.
+- The gated delta rule of Qwen3-Next and Qwen3.5 sums in another order one token at a time: up to 5e-4 of the largest logit
+  apart in float32, 3e-13 in float64. 2e-3 is allowed there.
+- Layers that keep a state can't be cut back, and a failed pass changes them: both are not offered, and not wrong.
+"""
+
 
 def page() -> str:
     """Return EXAMINED.md: what the checks say of SUBJECTS."""
