@@ -42,6 +42,9 @@ from torch import Tensor, nn
 
 TOLERANCE = 1e-4  # of the largest logit: sums in another order differ in float32's last bits
 ROUNDING = 0.03  # of the largest logit: less is another precision
+DELTA_TOLERANCE = (
+    2e-3  # one token at a time and all at once are different sums: 5e-4; 3e-13 in float64
+)
 TEXT, LONG_TEXT = 40, 300  # tokens, or as many as the context has
 LONGEST_CONTEXT = 4096  # that is read to its end
 LONGEST_SIGHT = 64  # tokens that are changed one after the other
@@ -208,8 +211,11 @@ class MaskOnly:
 
 
 class TransformersSubject(Subject):
-    """A model of transformers, with a cache that new_cache(model) makes. promises: whether a pass that fails has to
-    change nothing."""
+    """A model of transformers, with a cache that new_cache(model) makes.
+
+    promises: whether a pass that fails has to change nothing. records_past: whether the cache keeps what it needs to be
+    cut back, which windows and states forget.
+    """
 
     def __init__(
         self,
@@ -219,6 +225,7 @@ class TransformersSubject(Subject):
         sinks: int = 0,
         approximate: bool | float = False,
         promises: bool = False,
+        records_past: bool = True,
     ) -> None:
         config = model.config.get_text_config(decoder=True)
         self.model = model
@@ -227,6 +234,9 @@ class TransformersSubject(Subject):
         self.sinks = sinks
         self.approximate = approximate
         self.promises = promises
+        self.records_past = records_past
+        if "linear_attention" in (getattr(config, "layer_types", None) or []):
+            self.tolerance = DELTA_TOLERANCE
         self.vocab_size = config.vocab_size
         self.context = config.max_position_embeddings
         takes = inspect.signature(model.forward).parameters
@@ -242,7 +252,7 @@ class TransformersSubject(Subject):
 
     def new(self) -> Any:
         cache = self.make(self.model)
-        if hasattr(cache, "activate_past_recording"):  # without it, a window can't be cut back
+        if self.records_past and hasattr(cache, "activate_past_recording"):
             cache.activate_past_recording()
         return cache
 
@@ -251,6 +261,8 @@ class TransformersSubject(Subject):
 
     def read_padded(self, cache: Any, ids: Tensor, padding: Tensor) -> Tensor:
         positions = (padding.cumsum(-1) - 1).clamp(min=0)[:, -ids.size(1) :]
+        if not hasattr(cache, "ours") and not any(hasattr(each, "keys") for each in cache.layers):
+            padding = padding[:, -ids.size(1) :]  # states alone: the mask is that of the new tokens
         options = {"attention_mask": padding, "position_ids": positions, self.argument: cache}
         return self.model(ids, **options).logits
 
@@ -260,7 +272,9 @@ class TransformersSubject(Subject):
     def truncate(self, cache: Any, n: int) -> None:
         for layer in cache.layers:
             if not getattr(layer, "is_croppable", hasattr(layer, "crop")):
-                raise NotOffered(f"a {type(layer).__name__} has no crop()")
+                raise NotOffered(f"a {type(layer).__name__} can't be cut back")
+            if not getattr(layer, "record_past", True):
+                raise NotOffered(f"a {type(layer).__name__} hasn't recorded the past")
         cache.crop(n - self.length(cache))
 
     def clone(self, cache: Any) -> Any:
@@ -274,9 +288,20 @@ class TransformersSubject(Subject):
 
     def token_bytes(self) -> int:
         c = self.model.config.get_text_config(decoder=True)
-        heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-        size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        return 2 * c.num_hidden_layers * heads * size * self.model.dtype.itemsize
+        layers = [] if hasattr(cache := self.new(), "ours") else cache.layers
+        if any(hasattr(layer, "conv_states") for layer in layers):
+            raise NotOffered("a layer keeps a state, which has other bytes than keys and values")
+        if hasattr(c, "kv_lora_rank"):
+            raise NotOffered("its keys and values are made of a latent, and their sizes differ")
+        numbers = 0
+        for layer in range(c.num_hidden_layers):
+            each = c.per_layer_config[layer] if hasattr(c, "per_layer_config") else c
+            heads = each.num_attention_heads
+            size = getattr(each, "head_dim", None) or each.hidden_size // heads
+            for name in ("num_kv_heads", "num_key_value_heads"):
+                heads = getattr(each, name, None) or heads
+            numbers += 2 * heads * size
+        return numbers * self.model.dtype.itemsize
 
 
 class GivenSubject(Subject):
@@ -491,14 +516,70 @@ def randomized(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-FAMILIES: dict[
-    str, tuple[str, dict[str, Any]]
-] = {  # name: how its class's name begins, and changes of its config
+SLIDES = {
+    "head_dim": 32,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+DELTA_RULE = {
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+STATES = {"state_size": 8, "expand": 1}
+
+# By name: how its class's name begins, and changes of its config.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": 6}),
-    "gemma3": (
-        "Gemma3",
-        {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3": ("Gemma3", SLIDES),
+    "gemma4": (
+        "Gemma4",
+        SLIDES
+        | {"vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 8}
+        | {"global_head_dim": 16},
+    ),
+    "gpt-oss": ("GptOss", SLIDES | EXPERTS | {"num_local_experts": 4}),
+    "deepseek-v3": (
+        "DeepseekV3",
+        EXPERTS
+        | {
+            "num_key_value_heads": 2,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 16,
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "qwen3-next": (
+        "Qwen3Next",
+        DELTA_RULE | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    ),
+    "qwen3.5": ("Qwen3_5", DELTA_RULE),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"]}),
+    "falcon": (
+        "Falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 1, "ffn_hidden_size": 48},
+    ),
+    "falcon-h1": (
+        "FalconH1",
+        {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
+        | {"mamba_chunk_size": 16},
+    ),
+    "falcon-mamba": ("FalconMamba", STATES),
+    "mamba": ("Mamba", STATES),
+    "mamba2": (
+        "Mamba2",
+        STATES | {"num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 16},
     ),
 }
 
@@ -516,7 +597,6 @@ def family_model(name: str, **changes: Any) -> Any:
         "intermediate_size": 48,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
-        "head_dim": 32,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,

@@ -10,6 +10,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,12 +185,59 @@ SUBJECTS: dict[str, tuple[str, Callable[[], Subject]]] = {
             promises=True,
         ),
     ),
+    "transformers-static-lfm2": (
+        "transformers, `StaticCache`, LFM2",
+        lambda: TransformersSubject(family_model("lfm2"), static, records_past=False),
+    ),
+    "transformers-static-lfm2-recorded": (
+        "the same, after `activate_past_recording()`",
+        lambda: TransformersSubject(family_model("lfm2"), static),
+    ),
     "from-scratch-gpt2": (
         "LLMs-from-scratch, `kv_cache.gpt2` with `use_cache=True`",
         lambda: from_scratch("gpt2"),
     ),
     "from-scratch-qwen3": ("LLMs-from-scratch, `kv_cache.qwen3`", lambda: from_scratch("qwen3")),
 }
+
+# Models of transformers whose layers keep different things, each with its own DynamicCache; by FAMILIES' names.
+HYBRIDS = {
+    "gemma3": "Gemma 3: windows",
+    "gemma4": "Gemma 4: windows, heads of two sizes",
+    "gpt-oss": "gpt-oss: windows, sinks, experts",
+    "deepseek-v3": "DeepSeek-V3: keys and values of a latent, experts",
+    "qwen3-next": "Qwen3-Next: the gated delta rule, experts",
+    "qwen3.5": "Qwen3.5: the gated delta rule",
+    "lfm2": "LFM2: convolutions",
+    "falcon": "Falcon",
+    "falcon-h1": "Falcon-H1: attention and a state in each layer",
+    "falcon-mamba": "FalconMamba: states",
+    "mamba": "Mamba: states",
+    "mamba2": "Mamba-2: states",
+}
+
+
+def hybrid(name: str) -> Subject:
+    return TransformersSubject(family_model(name), dynamic)
+
+
+for family, layers in HYBRIDS.items():
+    SUBJECTS[f"transformers-{family}"] = (
+        f"transformers, `DynamicCache`, {layers}",
+        partial(hybrid, family),
+    )
+
+# What the page says of them, below its table.
+WHOSE_FAULT = """\
+- Mamba and FalconMamba: a second piece of several tokens begins with an empty state, since `mamba_selective_scan()` takes
+  none. One token at a time is right, and so is Mamba-2.
+- Falcon with `new_decoder_architecture`: keys and values are repeated for each head before they are cached.
+- `StaticCache` after `activate_past_recording()`, in a model with convolutions or states: a single token attends to slots that
+  were never written. [static_cache_with_states.py](static_cache_with_states.py) shows it and its cause.
+- The gated delta rule of Qwen3-Next and Qwen3.5 sums in another order one token at a time: up to 5e-4 of the largest logit
+  apart in float32, 3e-13 in float64. 2e-3 is allowed there.
+- Layers that keep a state can't be cut back, and a failed pass changes them: both are not offered, and not wrong.
+"""
 
 
 def page() -> str:
