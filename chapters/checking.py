@@ -1,21 +1,16 @@
-"""Helpers of the chapters' tests: texts, passes that fail, comparisons that name the first wrong
-number, what an object keeps in memory, calls that must be refused, and global generators that must
-stay untouched."""
+"""Helpers of the chapters' tests: texts, passes that fail, comparisons that name the first wrong number, memory, and
+calls that must be refused."""
 
-import random
 import re
 import reprlib
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import ModuleType
+from collections import Counter
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-CONTAINERS = (list, tuple, set, frozenset, deque, Mapping)
+from examine import CHECKS, Subject, Trial
 
 
 def assert_close(
@@ -48,44 +43,46 @@ def assert_same(actual: Sequence[object], expected: Sequence[object], what: str)
     assert len(actual) == len(expected), f"{what}: {len(actual)} entries, must be {len(expected)}"
 
 
-def reachable(owner: object) -> Iterator[tuple[str, object]]:
-    """Yield an object and everything reachable from it by attributes and by entries of containers, each once, with its
-    path, such as ".layers[0]". The search doesn't enter models, modules or classes."""
-    seen: dict[int, object] = {}  # keeps the objects, so that no other gets their id
-    waiting = deque([("", owner)])
-    while waiting:
-        path, thing = waiting.popleft()
-        if id(thing) in seen:
-            continue
-        seen[id(thing)] = thing
-        yield path, thing
-        if isinstance(thing, Mapping):
-            waiting += [(f"{path}[{key!r}]", entry) for key, entry in thing.items()]
-        elif isinstance(thing, CONTAINERS):
-            waiting += [(f"{path}[{i}]", entry) for i, entry in enumerate(thing)]
-        elif not isinstance(thing, Tensor | nn.Module | ModuleType | type):
-            attributes = getattr(thing, "__dict__", {})
-            waiting += [(f"{path}.{name}", entry) for name, entry in attributes.items()]
+def assert_right(
+    model: nn.Module, new_cache: Callable[[], object], question: str, **about: object
+) -> None:
+    """Fail unless a cache is right by the check of examine.py that has this name; say what that finds. about: what
+    the cache promises (window, sinks, capacity, approximate)."""
+    __tracebackhide__ = True
+    check = {check.name: check for check in CHECKS}[question]
+    subject = Subject(model, new_cache, **about)
+    finding = check.find(subject)
+    if finding.verdict == "right" or (about.get("approximate") and finding.verdict == "measured"):
+        return
+    promised = [f"{name} {value}" for name, value in about.items()]
+    says = f"{', '.join([question, *promised])}: {finding.verdict}. {finding.says}"
+    if finding.verdict in ("REFUSES", "BREAKS"):
+        try:
+            with torch.no_grad():
+                check.function(Trial(subject))  # again, for the line in which it fails
+        except NotImplementedError:  # not written yet
+            raise
+        except Exception as error:
+            raise AssertionError(says) from error
+    pytest.fail(says)
 
 
 def assert_keeps(owner: object, at_most: int, what: str, spare: int = 256) -> None:
-    """Fail if all that can be reached from an object keeps more than at_most + spare bytes; name
-    the largest parts. A tensor keeps all memory that it is a slice of; an entry of a container counts 8 bytes.
-
-    Memory that grows from pass to pass shows as too much, and so does a slice that keeps the tensor it was cut from.
-    """
+    """Fail if the tensors in an object's attributes, or in lists there, keep more than at_most + spare bytes of
+    memory; name the largest parts. A slice keeps all of the tensor that it was cut from."""
     __tracebackhide__ = True
-    kept, shown, storages = Counter(), Counter(), set()  # by attribute
-    for path, thing in reachable(owner):
-        name = re.match(r"\W*\w*", path)[0] or "itself"
-        if isinstance(thing, Tensor):
-            storage = thing.untyped_storage()
-            kept[name] += 0 if storage._cdata in storages else storage.nbytes()
-            shown[name] += thing.nbytes
-            storages.add(storage._cdata)
-        elif isinstance(thing, CONTAINERS):
-            kept[name] += 8 * len(thing)
-            shown[name] += 8 * len(thing)
+    kept, shown, memories = Counter(), Counter(), set()  # by attribute
+    for name, attribute in vars(owner).items():
+        waiting = [attribute]
+        for entry in waiting:
+            if isinstance(entry, list | tuple):
+                waiting += entry
+            elif isinstance(entry, Tensor):
+                memory = entry.untyped_storage()
+                shown[name] += entry.nbytes
+                if memory.data_ptr() not in memories:
+                    kept[name] += memory.nbytes()
+                memories.add(memory.data_ptr())
     total, parts = kept.total(), []
     for name, size in kept.most_common(3):
         slices = f", for {shown[name]:,} of its own: a slice keeps all of its tensor"
@@ -93,25 +90,6 @@ def assert_keeps(owner: object, at_most: int, what: str, spare: int = 256) -> No
     assert total <= at_most + spare, (
         f"{what}: {total:,} bytes are kept, {at_most:,} are enough: {'; '.join(parts)}"
     )
-
-
-def assert_like(actual: object, like: Tensor, what: str) -> None:
-    """Fail unless every tensor in what a function returned has the dtype and the device of `like` and is finite. Masks
-    beside other tensors may be of bool."""
-    __tracebackhide__ = True
-    tensors = [(path, x) for path, x in reachable(actual) if isinstance(x, Tensor)]
-    assert tensors, f"{what}: {type(actual).__name__}, must be a tensor"
-    for path, x in tensors:
-        if path and x.dtype == torch.bool:
-            continue
-        name = f"{what}{path}"
-        assert x.dtype == like.dtype, f"{name} is of {x.dtype}, must be of {like.dtype}"
-        assert x.device == like.device, f"{name} is on {x.device}, must be on {like.device}"
-        if x.device.type != "meta" and not x.isfinite().all():
-            first = (~x.isfinite()).nonzero()[0].tolist()
-            pytest.fail(
-                f"{name}: {x[tuple(first)].item()} at index {first}, must be a finite number"
-            )
 
 
 def random_ids(batch: int, n: int, seed: int = 0) -> Tensor:
@@ -178,27 +156,3 @@ def assert_refused(call: Callable[[], object], what: str, *needed: object) -> No
         pytest.fail(f"{what}: {must}, and nothing was raised{came}")
     missing = [x for x in needed if not re.search(rf"(?<!\w){re.escape(str(x))}(?!\w)", said)]
     assert not missing, f"{what}: {must}, and says {said!r}"
-
-
-def assert_ints(actual: Sequence[object], what: str) -> None:
-    """Fail unless all entries are Python ints, not tensors or floats."""
-    __tracebackhide__ = True
-    kinds = {type(entry).__name__ for entry in actual} - {"int"}
-    assert not kinds, f"{what} must be of int, and some are of {', '.join(sorted(kinds))}"
-
-
-@contextmanager
-def global_generators_untouched() -> Iterator[None]:
-    """Fail if the code within draws from the global random generators, or seeds them."""
-    __tracebackhide__ = True
-    states = {
-        "random": random.getstate,
-        "numpy.random": lambda: repr(np.random.get_state(legacy=False)),
-        "torch": lambda: torch.get_rng_state().tolist(),
-    }
-    before = {name: state() for name, state in states.items()}
-    yield
-    for name, state in states.items():
-        assert state() == before[name], (
-            f"{name}'s own generator is everybody's, and has changed: make one by the seed"
-        )

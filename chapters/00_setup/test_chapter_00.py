@@ -6,7 +6,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
 from chapters.checking import assert_refused, assert_same
 
@@ -46,31 +45,6 @@ def edited(
     return old, new, hunks
 
 
-def patched(old: list[str], hunks: list[tuple[int, list[str], list[str]]]) -> list[str]:
-    """What hunks make of a text: the last one first, so that the lines before each are still where they were."""
-    new = list(old)
-    for at, gone, come in reversed(hunks):
-        assert new[at : at + len(gone)] == gone, (
-            f"after {at} lines the old text doesn't have the lines that go: {gone}"
-        )
-        new[at : at + len(gone)] = come
-    return new
-
-
-def check(found: list[tuple[int, list[str], list[str]]], old: list[str], new: list[str]) -> None:
-    assert patched(old, found) == new, "the hunks don't make the new text of the old one"
-    end = -1  # of the hunk before
-    for at, gone, come in found:
-        assert gone or come, "a hunk in which nothing goes and nothing comes is none"
-        assert at > end, f"the hunk after {at} lines touches the one before: they are one"
-        end = at + len(gone)
-    lines = sum(len(gone) + len(come) for _, gone, come in found)
-    fewest = sum(len(gone) + len(come) for _, gone, come in differences(old, new))
-    assert lines <= fewest, (
-        f"{lines} lines go or come, {fewest} are enough: a line that both texts have can stay"
-    )
-
-
 @pytest.mark.ex0_1
 def test_hunks_are_the_edits_that_were_made(impl: ModuleType) -> None:
     draw = random.Random(0)
@@ -80,45 +54,14 @@ def test_hunks_are_the_edits_that_were_made(impl: ModuleType) -> None:
         assert_same(
             found, hunks, f"hunks (at, gone, come) of texts of {len(old)} and {len(new)} lines"
         )
-    assert impl.hunks(["a", "b"], ["a", "b"]) == [] == impl.hunks([], [])
-
-
-@pytest.mark.ex0_1
-def test_a_line_that_is_there_often_is_a_line_too(impl: ModuleType) -> None:
-    often = [""] * 250
-    found = impl.hunks(["a", *often], ["b", *often])
-    lines = sum(len(gone) + len(come) for _, gone, come in found)
-    assert found == [(0, ["a"], ["b"])], (
-        f"one line before 250 blank lines changes: {lines} lines go or come, not 2"
-    )
-
-
-@pytest.mark.ex0_1
-def test_spaces_count(impl: ModuleType) -> None:
-    found = impl.hunks(["if a:", "    b", "c"], ["if a:", "b", "c"])
-    assert found == [(1, ["    b"], ["b"])], (
-        f"the second of three lines loses its indentation, and that is a change: {found}"
-    )
-
-
-@pytest.mark.ex0_1
-def test_hunks_of_texts_that_repeat_themselves(impl: ModuleType) -> None:
-    draw = random.Random(1)
-    for _ in range(100):
-        old, new = (
-            draw.choices(["", "    else:", "a", "b"], k=draw.randint(0, 12)) for _ in range(2)
-        )
-        check(impl.hunks(old, new), old, new)
 
 
 @pytest.mark.ex0_1
 @pytest.mark.parametrize(("old", "new"), FILES)
 def test_hunks_of_the_projects_files(impl: ModuleType, old: str, new: str) -> None:
-    check(
-        impl.hunks(read(old).splitlines(), read(new).splitlines()),
-        read(old).splitlines(),
-        read(new).splitlines(),
-    )
+    a, b = read(old).splitlines(), read(new).splitlines()
+    found = [tuple(hunk) for hunk in impl.hunks(a, b)]
+    assert_same(found, differences(a, b), f"hunks from {old} to {new}")
 
 
 @pytest.mark.ex0_2
@@ -130,10 +73,6 @@ def test_hunks_make_the_new_text(impl: ModuleType) -> None:
         made = impl.apply(old, [impl.Hunk(*hunk) for hunk in hunks])
         assert_same(made, new, f"{hunks} applied to {len(old)} lines")
         assert old == kept, "apply() must not change the text that it is given"
-        back = impl.apply(new, [impl.Hunk(*hunk) for hunk in differences(new, old)])
-        assert_same(back, old, f"the hunks from {len(new)} lines back to {len(old)}, applied")
-    same = impl.apply(old, []) is old
-    assert not same, "without hunks apply() returns a copy, not the list that it is given"
 
 
 @pytest.mark.ex0_2
@@ -143,7 +82,6 @@ def test_the_diff_is_all_it_takes_to_get_from_file_to_file(
 ) -> None:
     a, b = read(old).splitlines(), read(new).splitlines()
     assert_same(impl.apply(a, [impl.Hunk(*hunk) for hunk in differences(a, b)]), b, "there")
-    assert_same(impl.apply(b, [impl.Hunk(*hunk) for hunk in differences(b, a)]), a, "and back")
 
 
 @pytest.mark.ex0_2
@@ -156,17 +94,6 @@ def test_hunks_of_another_text_are_refused(impl: ModuleType) -> None:
     assert_refused(lambda: impl.apply(old, [first, second]), why, 3, "drei", "three")
     why = "a hunk removes line 5 as 'five', and the old text ends after 4"
     assert_refused(lambda: impl.apply(old, [first, beyond]), why, 5, "five", "end")
-    why = "a hunk removes line 2 as '    two', and it is 'two'"
-    assert_refused(lambda: impl.apply(old, [impl.Hunk(1, ["    two"], [])]), why, 2)
-    assert old == ["one", "two", "three", "four"], "a refused hunk has changed the old text"
-
-
-@pytest.mark.ex0_2
-@pytest.mark.parametrize("line", ["end", "", "None", "d"])
-def test_a_line_that_is_missing_is_missed_whatever_it_says(impl: ModuleType, line: str) -> None:
-    hunk = impl.Hunk(3, ["d", line], [])
-    why = f"line 5 should be {line!r}, and the text has 4"
-    assert_refused(lambda: impl.apply(["a", "b", "c", "d"], [hunk]), why, 5)
 
 
 @pytest.mark.ex0_3
@@ -206,31 +133,15 @@ def test_a_broken_promise_is_found(impl: ModuleType, old: str, new: str, marks: 
 @pytest.mark.ex0_3
 def test_only_code_counts_and_only_news(impl: ModuleType) -> None:
     old = '"""What it does."""\n\na = 1\nb = 2  # NEW\nc = 3  # OLD\n'
-    assert (
-        impl.wrong_marks(
-            old, old.replace("does", "did").replace("\n\n", "\n\n# why\n\n"), ["# OTHER"]
-        )
-        == []
-    )
-    new = f"{old}d = 4  # NEW\n"
-    assert impl.wrong_marks(old, new, ["# NEW"]) == [4], (
-        "the old text has line 4 too: its mark is no news"
-    )
-    assert impl.wrong_marks(old, new, ["# NEW", "# OLD"]) == [4, 5], (
-        "marks that the old text has too are wrong"
-    )
-    assert (
-        impl.wrong_marks("a = 1\nb = 2\n", "a = 2  # B  why\nb = 3  # A\n", ["# A", "# B"]) == []
-    ), "all is marked"
-    assert impl.wrong_marks("a = 1\nb = 2\n", "b = 2\n", ["# NEW"]) == [], (
-        "a line that only went can't carry a mark"
-    )
-    found = impl.wrong_marks("a = 1\n", "a = 2 # NEW\nb = 3# NEW\n", ["# NEW"])
-    assert found == [], f"a mark is one with any number of spaces before it, and you say {found}"
-    found = impl.wrong_marks("a = 1\n", "a = 1  # B  once # A\n", ["# A", "# B"])
-    assert found == [1], (
-        f"cut at the mark that comes first in the line, it is unchanged: [1], not {found}"
-    )
+    for before, after, marks, wrong, why in [
+        (old, old.replace("What", "All"), ["# A"], [], "only a docstring has changed"),
+        (old, f"{old}d = 4  # NEW\n", ["# NEW"], [4], "the old text has line 4 too: no news"),
+        (old, f"{old}d = 4  # NEW\n", ["# NEW", "# OLD"], [4, 5], "the old text has 4 and 5"),
+        ("a = 1\nb = 2\n", "b = 2\n", ["# NEW"], [], "a line that went can't carry a mark"),
+        ("a = 1\n", "a = 1  # B  once # A\n", ["# A", "# B"], [1], "it is unchanged"),
+    ]:
+        found = impl.wrong_marks(before, after, marks)
+        assert found == wrong, f"{why}: wrong marks in lines {wrong}, not {found}, of\n{after}"
 
 
 @pytest.mark.ex0_4
@@ -240,28 +151,8 @@ def test_the_prompt_does_not_count(impl: ModuleType) -> None:
         assert found == pytest.approx(50), (
             f"{prompt:.0f} ms for the prompt, then 10, 10 and 40: 3 tokens in 60 ms are 50 tokens/s, not {found:.2f}"
         )
-    found = impl.tokens_per_second([50.0, 300.0, 700.0, 500.0])
-    assert found == pytest.approx(2), f"3 tokens in 1,500 ms are 2 tokens/s, not {found}"
-    found = impl.tokens_per_second([50.0, 700.0])
-    assert found == pytest.approx(1000 / 700), f"a token in 700 ms is 1.43 tokens/s, not {found}"
-    why = "no time at all, so no token after the first"
-    assert_refused(lambda: impl.tokens_per_second([]), why, 0)
     why = "1 time, the prompt's, so no token after the first"
     assert_refused(lambda: impl.tokens_per_second([900.0]), why, 1)
-
-
-@pytest.mark.ex0_4
-def test_tokens_per_second_are_those_that_the_scripts_print(
-    impl: ModuleType, capsys: pytest.CaptureFixture
-) -> None:
-    from gpt_kv_cache import GPT, generate
-    from load_gpt2_weights import load_model, load_tokenizer
-    from support.printing import stream
-
-    tokenizer = load_tokenizer("pocket")
-    ids = torch.tensor([tokenizer.encode("Halek lives in")])
-    _, ms = stream(generate(load_model("pocket", model_class=GPT), ids, 12), tokenizer)
-    assert f" {impl.tokens_per_second(ms):,.0f} tokens/s" in capsys.readouterr().out
 
 
 @pytest.mark.ex0_4
@@ -280,12 +171,5 @@ def test_what_slows_both_slows_neither(impl: ModuleType) -> None:
             f"the other's time over ours was, in {turns} turns, {ratios}: {ratio:.3f} is the median"
         )
         assert found == pytest.approx(ratio), f"{what}, and you say {found:.3f}"
-    found = impl.times_as_fast([1.0, 1.0], [2.0, 3.0])
-    assert found == pytest.approx(2.5), f"of ratios 2 and 3 the median is 2.5, not {found}"
-
-
-@pytest.mark.ex0_4
-def test_turns_come_in_pairs(impl: ModuleType) -> None:
     why = "3 turns of ours and 2 of the other, so that one has no partner"
     assert_refused(lambda: impl.times_as_fast([1.0, 1.0, 1.0], [1.0, 1.0]), why, 3, 2)
-    assert_refused(lambda: impl.times_as_fast([], []), "no turns, so no ratio")

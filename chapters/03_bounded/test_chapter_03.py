@@ -1,32 +1,40 @@
 """Chapter 3: bounded in memory, exact in the tokens that they hold, under any cut of the text."""
 
 import random
-from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpt_kv_cache
 from chapters.checking import (
     assert_close,
     assert_keeps,
-    assert_like,
     assert_refused,
+    assert_right,
     assert_same,
     fail_in_layer,
     pass_after_failure,
     random_ids,
 )
-from gpt_bounded_cache import GPT, GPTConfig, SlidingWindowCache
+from gpt_bounded_cache import GPT, GPTConfig
 
 CONFIG = GPTConfig(vocab_size=100, n_ctx=64, n_layer=3, n_head=2, n_embd=32)
 LOGITS = ("row", "token", "logit")
-NAN = "(NaN is what a failed pass left: nobody may read it, nor mask it)"
+CUTS = [
+    "a prompt is read at once",
+    "a second piece follows",
+    "one token at a time",
+    "pieces of any size",
+    "bfloat16 beside float32",
+]
+FAILURES = [
+    "a pass that fails in the middle, then goes on",
+    "a pass that fails at its end, then goes on",
+    "a pass of NaN that fails, then goes on",
+]
 
 
 def loud(model: torch.nn.Module) -> torch.nn.Module:
@@ -49,40 +57,15 @@ def growing() -> gpt_kv_cache.GPT:
     return loud(gpt_kv_cache.GPT(gpt_kv_cache.GPTConfig(**config)))
 
 
-def bytes_of(tokens: int, batch: int = 1) -> int:
-    """Bytes of so many tokens' keys and values."""
-    return 2 * CONFIG.n_layer * batch * CONFIG.n_head * CONFIG.head_dim * tokens * 4
-
-
-def check_layers(cache: object, model: torch.nn.Module, kind: type, ids: Tensor) -> None:
-    """Whether a first pass that failed, of a model with more layers and heads, leaves none of them."""
-    deep = kind(replace(model.config, n_layer=6, n_head=4)).eval()
-    fail_in_layer(deep, ids, cache, 5)
-    what = (
-        "a first pass failed, of a model with 6 layers and 4 heads, and one with 3 and 2 reads on"
-    )
-    pass_after_failure(model, ids, cache, what)
-    layers = f"{len(cache.layers)} layers are in the cache, and the model has {CONFIG.n_layer}"
-    assert len(cache.layers) == CONFIG.n_layer, (
-        f"a first pass failed in layer 5 of 6, then another model read the text: {layers}"
-    )
-
-
-def pieces(n: int, draw: random.Random) -> list[tuple[int, int]]:
-    """A cut of n tokens into chunks: (first, end) of each."""
-    cuts = sorted(draw.sample(range(1, n), draw.randint(0, min(6, n - 1))))
-    return list(pairwise([0, *cuts, n]))
-
-
-def banded(model: GPT, ids: Tensor, window: int, sinks: int) -> Tensor:
-    """Logits of one pass without a cache: a token sees the last `window` and the first `sinks`."""
-    pos = torch.arange(ids.size(1))
-    mask = (pos <= pos[:, None]) & ((pos > pos[:, None] - window) | (pos < sinks))
-    x = model.wte(ids) + model.wpe(pos)
-    for block in model.h:
-        x = x + block.attn(*block.attn.project(block.ln_1(x)), mask)
-        x = x + block.mlp(block.ln_2(x))
-    return model.head(x)
+def check_memory(model: torch.nn.Module, cache: object, slots: int) -> None:
+    """Whether a cache that reads 20 tokens of two texts allocates so many slots once."""
+    where = set()
+    for piece in random_ids(2, 20).split([3, 1, 14, 2], 1):
+        model(piece, cache)
+        where.add(tuple(kv.untyped_storage().data_ptr() for kv in cache.layers))
+    assert len(where) == 1, "the memory has moved: something was allocated after the first pass"
+    nbytes = 2 * CONFIG.n_layer * 2 * CONFIG.n_head * CONFIG.head_dim * slots * 4
+    assert_keeps(cache, nbytes, f"20 tokens of 2 texts in {slots} slots", spare=512)
 
 
 # --- 3.1 ------------------------------------------------------------------------------------------
@@ -99,47 +82,21 @@ def test_slots_by_hand(impl: ModuleType) -> None:
     assert_same(impl.held(9, 3, 2), [0, 1, 6, 7, 8, 5], "9 tokens, window 3, 2 sinks")
 
 
-@pytest.mark.ex3_1
-def test_the_real_ring_holds_the_same(impl: ModuleType) -> None:
-    draw = random.Random(0)
-    for _ in range(40):
-        n, window, sinks = draw.randint(1, 60), draw.randint(1, 12), draw.choice([0, 0, 1, 4])
-        cache = SlidingWindowCache(window, sinks)
-        for a, b in pieces(n, draw):
-            pos = torch.arange(a, b)
-            kv = pos[None, None, :, None].float()
-            cache.append(0, kv, kv, pos)
-            cache.commit(pos)
-        expected = [*cache.pos.tolist(), *[None] * (window + sinks + 1 - len(cache.pos))]
-        what = f"after {n} tokens, window {window}, {sinks} sinks"
-        assert_same(impl.held(n, window, sinks), expected, what)
-
-
 # --- 3.2 ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ex3_2
-@torch.no_grad()
-def test_memory_that_is_allocated_once_gives_the_logits_of_an_uncached_pass(
-    impl: ModuleType, growing: gpt_kv_cache.GPT
+@pytest.mark.parametrize("question", [*CUTS, *FAILURES])
+def test_the_logits_are_those_of_an_uncached_pass(
+    impl: ModuleType, growing: gpt_kv_cache.GPT, question: str
 ) -> None:
-    draw = random.Random(0)
-    for trial in range(15):
-        batch, n = draw.randint(1, 3), draw.randint(2, 40)
-        cache, ids = impl.Preallocated(n + draw.choice([0, 9])), random_ids(batch, n, trial)
-        logits, where = [], set()
-        for a, b in pieces(n, draw):
-            logits.append(growing(ids[:, a:b], cache))
-            where.add(tuple(kv.untyped_storage().data_ptr() for kv in cache.layers))
-        assert_close(torch.cat(logits, 1), growing(ids), f"text {trial}, {n} tokens", LOGITS)
-        what, size = (
-            f"{batch} texts in a cache of {cache.capacity}",
-            bytes_of(cache.capacity, batch),
-        )
-        assert_keeps(cache, size, what, spare=1024)
-        sizes = [kv.nbytes for kv in cache.layers]
-        assert sum(sizes) == size, f"{what}: layers of {sizes} bytes, must be {size} together"
-        assert len(where) == 1, "the memory has moved: something was allocated after the first pass"
+    assert_right(growing, partial(impl.Preallocated, 50), question, capacity=50)
+
+
+@pytest.mark.ex3_2
+@torch.no_grad()
+def test_memory_is_allocated_once(impl: ModuleType, growing: gpt_kv_cache.GPT) -> None:
+    check_memory(growing, impl.Preallocated(30), 30)
 
 
 @pytest.mark.ex3_2
@@ -147,56 +104,15 @@ def test_what_is_returned_is_no_copy(impl: ModuleType) -> None:
     cache = impl.Preallocated(8)
     for a, b in [(0, 3), (3, 4), (4, 8)]:
         pos, new = torch.arange(a, b), torch.randn(2, 1, 2, b - a, 4).bfloat16()
-        k, v, mask = cache.append(0, *new, pos)
+        k, v, _ = cache.append(0, *new, pos)
         cache.commit(pos)
-        what = f"{b - a} tokens after {a}"
-        shapes = f"keys {tuple(k.shape)}, values {tuple(v.shape)}, must be {(1, 2, b, 4)}"
-        assert k.shape == v.shape == (1, 2, b, 4), f"{what}: {shapes}"
-        if mask is not None or (a and b - a > 1):
-            assert mask is not None, "None is plain causal: a chunk after others needs a mask"
-            rows = (torch.arange(b) <= pos[:, None]).tolist()
-            assert_same(mask.tolist(), rows, f"{what}: rows of the mask")
-        assert_like(cache.layers, new, f"{what}, memory in the dtype of k: layers")
-        assert torch.equal(k[:, :, a:], new[0]) and torch.equal(v[:, :, a:], new[1]), (
-            f"{what}: the last of the returned keys and values aren't the new ones"
-        )
+        kv, memory = torch.stack([k, v]), cache.layers[0]
+        assert memory.dtype == new.dtype, f"memory of {memory.dtype}, must be of {new.dtype}"
+        what = f"{b - a} tokens after {a}: the last keys [0] and values [1] that are returned"
+        assert_close(kv[..., a:, :], new, what, tolerance=0)
         for x in (k, v):
-            same = x.untyped_storage().data_ptr() == cache.layers[0].untyped_storage().data_ptr()
+            same = x.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
             assert same, f"{b} tokens: what is returned is a copy, and no view of layers[0]"
-
-
-def check_memory(cache: object, size: int) -> None:
-    """Whether the first pass allocates zeros, on the device of k."""
-    torch.use_deterministic_algorithms(True)  # memory that nobody has written is NaN
-    try:
-        new = torch.ones(2, 1, 1, 2, 4, dtype=torch.bfloat16)
-        cache.append(0, *new, torch.arange(2))
-    finally:
-        torch.use_deterministic_algorithms(False)
-    rest = cache.layers[0][..., 2:, :]
-    assert rest.shape == (2, 1, 1, size - 2, 4), f"memory of shape {tuple(cache.layers[0].shape)}"
-    assert (rest == 0).all(), (
-        f"slots that nothing was written to hold {rest[0, 0, 0, 0, 0]}: zeros, not empty memory"
-    )
-    assert_like(cache.layers, new, "memory in the dtype of k: layers")
-
-
-def check_device(cache: object) -> None:
-    k = torch.ones(1, 1, 1, 4, device="meta")  # a device that computes nothing
-    try:
-        cache.append(0, k, k, torch.arange(1))
-        where = cache.layers[0].device
-    except (NotImplementedError, RuntimeError) as error:
-        if "exercise" in str(error):
-            raise
-        where = f"elsewhere: {error}"
-    assert str(where) == "meta", f"k is on the device meta, and the memory on {where}"
-
-
-@pytest.mark.ex3_2
-def test_memory_is_zeros_on_the_device_of_k(impl: ModuleType) -> None:
-    check_memory(impl.Preallocated(5), 5)
-    check_device(impl.Preallocated(5))
 
 
 @pytest.mark.ex3_2
@@ -209,55 +125,11 @@ def test_a_write_past_the_end_is_refused_and_changes_nothing(
     if read:
         growing(ids[:, :read], cache)
     before = [kv.clone() for kv in cache.layers]
-    try:
-        growing(ids[:, read : read + more], cache)
-        pytest.fail(f"{more} tokens after {read} of 8 were taken, and PyTorch said nothing")
-    except ValueError as error:
-        message = str(error)
-    except NotImplementedError:  # a kind of RuntimeError: not written yet
-        raise
-    except RuntimeError as error:
-        pytest.fail(
-            f"{more} tokens after {read} of 8: check before you write; PyTorch says {error}"
-        )
-    numbers = str(read + more) in message and "8" in message
-    assert numbers, f"say {read + more}, how many there would be, and the capacity 8: {message!r}"
+    what = f"{more} tokens after {read} of 8"
+    assert_refused(lambda: growing(ids[:, read : read + more], cache), what, read + more, 8)
     assert len(cache) == read, f"{len(cache)} tokens after a refusal, {read} before"
     same = [torch.equal(a, b) for a, b in zip(before, cache.layers, strict=True)]
-    assert all(same), "checked too late"
-    if read < 8:
-        expected = growing(ids[:, :8])[:, read:]
-        assert_close(
-            growing(ids[:, read:8], cache), expected, "what was refused changed it", LOGITS
-        )
-
-
-@pytest.mark.ex3_2
-@torch.no_grad()
-def test_a_first_pass_that_fails_leaves_no_layer(
-    impl: ModuleType, growing: gpt_kv_cache.GPT
-) -> None:
-    cache, ids = impl.Preallocated(12), random_ids(2, 12)
-    fail_in_layer(growing, ids[:, :3], cache, 1)
-    growing(ids[:, :3], cache)
-    many = f"{len(cache.layers)} layers after a first pass that failed and a second that didn't"
-    assert len(cache.layers) == CONFIG.n_layer, f"{many}: the model has {CONFIG.n_layer}"
-    check_layers(impl.Preallocated(12), growing, gpt_kv_cache.GPT, ids)
-
-
-@pytest.mark.ex3_2
-@torch.no_grad()
-def test_a_failed_pass_leaves_nothing_behind(impl: ModuleType, growing: gpt_kv_cache.GPT) -> None:
-    cache, ids = impl.Preallocated(12), random_ids(2, 12)
-    for batch, read in [(1, 0), (2, 0), (2, 5)]:  # a failed first pass of another batch size
-        if read:
-            growing(ids[:, :read], cache)
-        fail_in_layer(growing, ids[:batch, read : read + 3], cache, 1)
-        assert len(cache) == read, f"{len(cache)} tokens after a pass that failed, {read} before"
-    what = f"5 tokens read, 3 in a pass that failed, then the rest {NAN}"
-    assert_close(
-        pass_after_failure(growing, ids[:, 5:], cache, what), growing(ids)[:, 5:], what, LOGITS
-    )
+    assert all(same), f"{what}: checked too late, and the memory has changed"
 
 
 # --- 3.3 ------------------------------------------------------------------------------------------
@@ -278,161 +150,43 @@ def test_what_a_token_depends_on_through_all_layers(impl: ModuleType) -> None:
         assert_same(impl.reach(n - 1, window, sinks, layers), expected, what)
 
 
-@pytest.mark.ex3_3
-@torch.no_grad()
-def test_the_real_model_depends_on_them(impl: ModuleType, model: GPT) -> None:
-    ids = random_ids(1, 20)
-    logits = banded(model, ids, 3, 2)
-    for p in range(20):
-        other = ids.clone()
-        other[0, p] = (ids[0, p] + 1) % 100
-        changes = not torch.equal(banded(model, other, 3, 2)[0, 12], logits[0, 12])
-        claim = p in impl.reach(12, 3, 2, CONFIG.n_layer)
-        what = f"token {p}, window 3, 2 sinks, {CONFIG.n_layer} layers"
-        assert claim == changes, (
-            f"{what}: changes the logits at 12: {changes}; reach() has it: {claim}"
-        )
-
-
 # --- 3.4 ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ex3_4
-def test_a_rings_memory_is_zeros_on_the_device_of_k(impl: ModuleType) -> None:
-    check_device(impl.Ring(5, 2))
-    ring = impl.Ring(5, 2)
-    check_memory(ring, 8)
-
-
-@pytest.mark.ex3_4
-@torch.no_grad()
-def test_a_ring_one_token_at_a_time(impl: ModuleType, model: GPT) -> None:
-    ids, cache = random_ids(2, 20), impl.Ring(5, 2)
-    logits = torch.cat([model(ids[:, t : t + 1], cache) for t in range(20)], 1)
-    assert_close(logits, banded(model, ids, 5, 2), "window 5, 2 sinks, token by token", LOGITS)
-
-
-@pytest.mark.ex3_4
-@torch.no_grad()
-def test_any_cut_of_the_text_gives_the_logits_of_one_masked_pass(
-    impl: ModuleType, model: GPT
+@pytest.mark.parametrize(
+    "question",
+    [
+        *CUTS,
+        "a piece longer than the window, on a full one",
+        "the window's first and last token",
+        *FAILURES,
+        "a pass that fails, then a cut",
+        "a text is cut back anywhere, then goes on",
+    ],
+)
+@pytest.mark.parametrize(("window", "sinks"), [(6, 2), (3, 0)])
+def test_the_logits_are_those_of_one_masked_pass(
+    impl: ModuleType, model: GPT, question: str, window: int, sinks: int
 ) -> None:
-    draw = random.Random(0)
-    for trial in range(30):
-        batch, n = draw.randint(1, 3), draw.randint(2, 40)
-        window, sinks = draw.randint(1, draw.choice([3, 10, 45])), draw.choice([0, 0, 1, 4])
-        ids, cuts, cache = random_ids(batch, n, trial), pieces(n, draw), impl.Ring(window, sinks)
-        logits = torch.cat([model(ids[:, a:b], cache) for a, b in cuts], 1)
-        what = f"window {window}, {sinks} sinks, chunks {cuts}: is a token evicted that is needed?"
-        expected = banded(model, ids, window, sinks)
-        assert_close(logits, expected, what, LOGITS)
-        assert len(cache) == int(cache.positions(1)) == n, "tokens read, not slots filled"
+    assert_right(model, partial(impl.Ring, window, sinks), question, window=window, sinks=sinks)
+
+
+@pytest.mark.ex3_4
+@torch.no_grad()
+def test_a_ring_is_allocated_once_and_never_more(impl: ModuleType, model: GPT) -> None:
+    check_memory(model, impl.Ring(5, 2), 8)
 
 
 @pytest.mark.ex3_4
 @torch.no_grad()
 def test_what_is_evicted_cannot_be_kept(impl: ModuleType, model: GPT) -> None:
-    ids, expected = random_ids(1, 20), banded(model, random_ids(1, 20), 4, 2)
     for read, keep in [(7, 6), (7, 1), (12, 11), (12, 13), (3, 4), (3, -1)]:
         cache = impl.Ring(4, 2)
-        model(ids[:, :read], cache)
-        why = f"window 4, {read} tokens read, truncate({keep})"
+        model(random_ids(1, read), cache)
+        why = f"window 4, 2 sinks, {read} tokens read, truncate({keep})"
         assert_refused(partial(cache.truncate, keep), why)
-        changed = f"truncate({keep}) of {read} tokens is refused, and leaves {len(cache)}"
-        assert len(cache) == read, f"{changed}: check first, then change"
-        cache.truncate(read)
-        what = f"{read} tokens read, truncate({keep}) refused"
-        assert_close(model(ids[:, read:], cache), expected[:, read:], what, LOGITS)
-        cache.truncate(0)
-        assert_close(model(ids, cache), expected, f"{what}, then truncate(0)", LOGITS)
-
-
-@pytest.mark.ex3_4
-@torch.no_grad()
-def test_a_first_pass_that_fails_leaves_no_layer_behind(impl: ModuleType, model: GPT) -> None:
-    ids = random_ids(2, 12)
-    for layer in range(CONFIG.n_layer):
-        cache = impl.Ring(5, 1)
-        for _ in range(2):
-            fail_in_layer(model, ids[:, :4], cache, layer)
-        first = model(ids[:, :4], cache)
-        many = f"{len(cache.layers)} layers after two first passes that failed in layer {layer}"
-        assert len(cache.layers) == CONFIG.n_layer, f"{many}: the model has {CONFIG.n_layer}"
-        got, what = torch.cat([first, model(ids[:, 4:], cache)], 1), "first passes that failed"
-        assert_close(got, banded(model, ids, 5, 1), f"{what} {NAN}", LOGITS)
-    check_layers(impl.Ring(5, 1), model, GPT, ids)
-
-
-class OneValueASlot(TorchDispatchMode):
-    """Fails if one assignment writes a slot twice."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name, indices = func.overloadpacket.__name__, []
-        if name in ("index_put_", "index_put", "_index_put_impl_"):
-            at = [(dim, i) for dim, i in enumerate(args[1]) if i is not None]
-            indices = [
-                i % args[0].size(dim) for dim, i in at if i.dim() == 1 and i.dtype != torch.bool
-            ]
-        elif name in ("index_copy_", "index_copy"):
-            indices = [args[2] % args[0].size(args[1])]
-        for index in indices:  # -1 is the last slot
-            twice = [slot for slot in index.unique().tolist() if (index == slot).sum() > 1]
-            say = "PyTorch doesn't say which of the values stays"
-            assert not twice, f"slot {twice[:1]} is written twice by one assignment: {say}"
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.ex3_4
-@torch.no_grad()
-def test_no_slot_is_written_twice_by_one_assignment(impl: ModuleType, model: GPT) -> None:
-    cache, ids = impl.Ring(4, 1), random_ids(1, 20)
-    with OneValueASlot():
-        for a, b in [(0, 3), (3, 14), (14, 20)]:
-            model(ids[:, a:b], cache)
-    assert len(cache) == 20
-
-
-@pytest.mark.ex3_4
-@torch.no_grad()
-def test_what_is_in_the_slots(impl: ModuleType, model: GPT) -> None:
-    draw = random.Random(1)
-    for trial in range(20):
-        n, window, sinks = draw.randint(1, 40), draw.randint(1, 9), draw.choice([0, 1, 3])
-        ids, kinds, cuts = random_ids(2, n, trial), (impl.Ring, SlidingWindowCache), pieces(n, draw)
-        mine, real = (kind(window, sinks) for kind in kinds)
-        for a, b in cuts:
-            for cache in (mine, real):
-                model(ids[:, a:b], cache)
-            for kv, expected in zip(mine.layers, real.layers, strict=True):
-                what = (
-                    f"keys and values in the slots: window {window}, {sinks} sinks, chunks {cuts}"
-                )
-                assert_close(kv, expected, what, LOGITS)
-
-
-@pytest.mark.ex3_4
-@torch.no_grad()
-def test_nothing_is_pending_after_commit(impl: ModuleType, model: GPT) -> None:
-    cache = impl.Ring(5, 1)
-    for a, b in [(0, 3), (3, 4), (4, 11)]:
-        model(random_ids(1, 11)[:, a:b], cache)
-        assert len(cache.pending) == 0, f"after commit() {len(cache.pending)} chunks are pending"
-
-
-@pytest.mark.ex3_4
-@torch.no_grad()
-def test_a_ring_is_allocated_once_and_never_more(impl: ModuleType) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        small, cache, where = loud(GPT(CONFIG)).to(dtype), impl.Ring(5, 2), set()
-        for a, b in [(0, 3), (3, 4), (4, 20), (20, 21), (21, 60)]:
-            small(random_ids(2, 60)[:, a:b], cache)
-            where.add(tuple(kv.untyped_storage().data_ptr() for kv in cache.layers))
-            sizes = {kv.untyped_storage().nbytes() for kv in cache.layers}
-            slots = sizes.pop() / (2 * 2 * CONFIG.n_head * CONFIG.head_dim * dtype.itemsize)
-            assert not sizes and slots == 5 + 2 + 1, "window + sinks + 1 slots"
-        assert len(where) == 1, "the memory has moved: something was allocated after the first pass"
-        what = f"60 tokens of 2 texts in a ring of 8 slots, {dtype}"
-        assert_keeps(cache, bytes_of(8, batch=2) * dtype.itemsize // 4, what)
+        assert len(cache) == read, f"{why} is refused, and leaves {len(cache)}"
 
 
 @pytest.mark.ex3_4
@@ -448,85 +202,14 @@ def test_decoding_copies_nothing(impl: ModuleType) -> None:
         ring.commit(pos)
 
 
-@pytest.mark.ex3_4
-@torch.no_grad()
-@pytest.mark.parametrize("read", [1, 4, 5, 6, 7, 8, 12])
-def test_a_pass_that_fails_anywhere_changes_nothing_that_is_read(
-    impl: ModuleType, model: GPT, read: int
-) -> None:
-    ids, expected = random_ids(2, 30), banded(model, random_ids(2, 30), 5, 1)
-    for layer in range(CONFIG.n_layer):
-        for more in (1, 2, 9):
-            for then in (1, 2, 10):
-                cache = impl.Ring(5, 1)
-                model(ids[:, :read], cache)
-                fail_in_layer(model, random_ids(2, more, seed=7), cache, layer)
-                assert len(cache) == read
-                what = f"{read} tokens, a pass of {more} that fails in layer {layer}, then {then} {NAN}"
-                parts = ids[:, read:].split(then, 1)
-                got = torch.cat([pass_after_failure(model, part, cache, what) for part in parts], 1)
-                assert_close(got, expected[:, read:], what, LOGITS)
-
-
-@pytest.mark.ex3_4
-@torch.no_grad()
-def test_a_first_pass_that_fails_may_be_of_another_batch_size(impl: ModuleType, model: GPT) -> None:
-    ids, cache = random_ids(2, 12), impl.Ring(5, 1)
-    for more in (1, 3, 9):
-        fail_in_layer(model, random_ids(1, more), cache, 1)
-    assert len(cache) == 0
-    assert_close(model(ids, cache), banded(model, ids, 5, 1), "after failed first passes", LOGITS)
-
-
-@pytest.mark.ex3_4
-@torch.no_grad()
-@pytest.mark.parametrize("sinks", [0, 2])
-def test_what_was_read_can_be_kept_until_the_ring_evicts(
-    impl: ModuleType, model: GPT, sinks: int
-) -> None:
-    """Also after a pass that failed in its last layer, on a ring that is exactly full."""
-    window, ids = 4, random_ids(1, 20)
-    expected = banded(model, ids, window, sinks)
-    for read in range(1, window + sinks + 1):
-        for keep in range(read + 1):
-            for failed in (0, 1, 2, 6):
-                cache = impl.Ring(window, sinks)
-                model(ids[:, :read], cache)
-                if failed:
-                    fail_in_layer(model, random_ids(1, failed, seed=7), cache, CONFIG.n_layer - 1)
-                what = f"{read} read, {failed} failed, truncate({keep}): window {window}, {sinks=}"
-                try:
-                    cache.truncate(keep)
-                except ValueError as error:
-                    pytest.fail(f"{what}: nothing is evicted yet, and it was refused: {error}")
-                count = f"{len(cache)} tokens, next position {int(cache.positions(1))}"
-                assert len(cache) == int(cache.positions(1)) == keep, f"{what}: {count}"
-                what = f"{what} {NAN}"
-                parts = ids[:, keep:].split(1, 1)
-                got = torch.cat([pass_after_failure(model, part, cache, what) for part in parts], 1)
-                assert_close(got, expected[:, keep:], what, LOGITS)
-
-
-@pytest.mark.ex3_4
-def test_empty_slots_are_not_read(impl: ModuleType) -> None:
-    ring, new = impl.Ring(3), torch.ones(1, 1, 2, 4)
-    k, v, _ = ring.append(0, new, new, torch.arange(2))
-    assert k.shape == v.shape == (1, 1, 2, 4), "empty slots are no keys"
-
-
 # --- 3.5 ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ex3_5
 def test_prompts_begin_in_the_same_column(impl: ModuleType) -> None:
-    prompts = [[5], [1, 2, 3], [4, 6]]
-    ids, lengths = impl.batch(prompts, 99)
-    assert prompts == [[5], [1, 2, 3], [4, 6]], f"batch() has changed the prompts: {prompts}"
+    ids, lengths = impl.batch([[5], [1, 2, 3], [4, 6]], 99)
     assert_same(ids.tolist(), [[5, 99, 99], [1, 2, 3], [4, 6, 99]], "rows, 99 is padding")
-    assert list(lengths) == [1, 3, 2]
-    assert ids.dtype == torch.long
-    ids, lengths = impl.batch([[7, 8]], 0)
-    assert ids.tolist() == [[7, 8]] and list(lengths) == [2]
+    assert_same(lengths, [1, 3, 2], "lengths")
 
 
 @pytest.mark.ex3_5
@@ -557,20 +240,6 @@ def test_every_row_is_what_its_prompt_alone_gives(
                 expected = growing(torch.tensor([row + new[:n]]))[0, -size:]
                 what = f"prompts of {lengths} tokens, then {n - size}, then {size}"
                 assert_close(got, expected, what, LOGITS)
-        kept, what = bytes_of(len(cache), batch=4), f"4 rows of {len(cache)} columns"
-        assert_keeps(cache, kept, what, spare=8 * 4 * len(cache) + 8192)  # their positions
-
-
-@pytest.mark.ex3_5
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_a_batch_keeps_its_dtype(impl: ModuleType, dtype: torch.dtype) -> None:
-    cache, pos = impl.PaddedBatch([3, 1]), torch.arange(3)
-    new = torch.randn(2, 2, 4, 3, 5).to(dtype)
-    k, v, mask = cache.append(0, *new, pos)
-    assert_like((k, v, cache.layers), new, "keys and values, returned and held: ")
-    shape = f"mask {tuple(mask.shape)}, must be (B, 1, T, S) = (2, 1, 3, 3)"
-    assert mask.shape == (2, 1, 3, 3), shape
-    assert torch.equal(k, new[0]) and torch.equal(v, new[1]), "what was added has changed"
 
 
 @pytest.mark.ex3_5
@@ -584,11 +253,10 @@ def test_a_failed_pass_leaves_a_batch_as_it_was(
     growing(ids, cache)
     fail_in_layer(growing, random_ids(2, 3), cache, 1)
     more = random_ids(2, 2, seed=1)
-    what = f"two tokens after passes that failed, in the row of two {NAN}"
+    what = "two tokens after passes that failed, in the row of two"
     got = pass_after_failure(growing, more, cache, what)
     expected = growing(torch.tensor([[5, 6, *more[1].tolist()]]))
     assert_close(got[1], expected[0, 2:], what, LOGITS[1:])
-    check_layers(impl.PaddedBatch(lengths), growing, gpt_kv_cache.GPT, ids)
 
 
 # --- 3.6 ------------------------------------------------------------------------------------------
@@ -607,19 +275,6 @@ def attended(impl: ModuleType, q: Tensor, k: Tensor, v: Tensor, window: int, sin
     return torch.stack(out)
 
 
-def stepped(ring: object, given: tuple[Tensor, ...], what: str) -> Tensor:
-    """What step() returns, or a failure that says what the slots are, and what they are given."""
-    __tracebackhide__ = True
-    try:
-        return ring.step(*given)
-    except NotImplementedError:  # a kind of RuntimeError: not written yet
-        raise
-    except RuntimeError as error:
-        said = str(error)
-    slots, k = (f"of shape {tuple(x.shape)} and {x.dtype}" for x in (ring.keys, given[1]))
-    pytest.fail(f"{what}: a key {k} for slots {slots}: {said}")
-
-
 @pytest.mark.ex3_6
 @pytest.mark.parametrize(
     ("window", "sinks", "heads", "size"),
@@ -630,43 +285,13 @@ def test_places_are_counted_among_the_tokens_held(
 ) -> None:
     draw = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 30, heads, size, dtype=torch.float64, generator=draw)
+    q[20:] *= 300  # scores of both signs, in the hundreds
     ring, where = impl.RotaryRing(window, sinks), set()
     expected = attended(impl, q, k, v, window, sinks)
     for t in range(30):
-        given = q[t].clone(), k[t].clone(), v[t].clone()
         what = f"window {window}, {sinks} sinks, token {t}"
-        got = stepped(ring, given, what)
-        same = all(map(torch.equal, given, (q[t], k[t], v[t])))
-        assert same, f"{what}: step() must not change what it is given"
-        assert_like(got, q, f"{what}: what step() returns")
-        assert_like((ring.keys, ring.values), k, f"{what}: the keys and values kept, ")
+        got = ring.step(q[t], k[t], v[t])
         assert_close(got, expected[t], what, ("head", "number"), tolerance=1e-6)
         where.add((ring.keys.data_ptr(), ring.values.data_ptr()))
-        shapes = (tuple(ring.keys.shape), tuple(ring.values.shape))
-        expected_shape = (heads, sinks + window, size)
-        assert shapes == (expected_shape,) * 2, f"{what}: slots {shapes}, must be {expected_shape}"
     assert len(where) == 1, "the memory has moved: something was allocated after the first token"
-
-
-@pytest.mark.ex3_6
-def test_scores_may_be_large(impl: ModuleType) -> None:
-    q, k, v = torch.randn(
-        3, 12, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-    )
-    q, k, ring = 60 * q, 60 * k, impl.RotaryRing(5, 2)
-    expected = attended(impl, q, k, v, 5, 2)
-    for t in range(12):
-        what = (
-            f"token {t}, scores in the thousands: subtract the largest before exp, or use softmax"
-        )
-        assert_close(
-            ring.step(q[t], k[t], v[t]), expected[t], what, ("head", "number"), tolerance=1e-6
-        )
-
-
-@pytest.mark.ex3_6
-def test_nothing_else_is_kept(impl: ModuleType) -> None:
-    ring = impl.RotaryRing(4, 1)
-    for _ in range(20):
-        ring.step(*torch.randn(3, 2, 8))
-    assert_keeps(ring, 2 * 2 * 5 * 8 * 4, "20 tokens in 5 slots of 2 heads", spare=64)
+    assert_keeps(ring, 2 * heads * (sinks + window) * size * 8, what, spare=64)

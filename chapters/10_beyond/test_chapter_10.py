@@ -1,29 +1,24 @@
 """Chapter 10: bytes and seconds at scale, blocks that are never lost, and a cache that goes on elsewhere."""
 
-import inspect
 import io
-import json
 import random
 import re
-import subprocess
-import sys
-from itertools import pairwise, permutations
-from pathlib import Path
+from copy import deepcopy
+from functools import partial
+from itertools import pairwise
 from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
 
-from chapters.checking import assert_close, assert_keeps, assert_same
-from chapters.scale import H100, SHAPES, decode_seconds, token_operations
+from chapters.checking import assert_close, assert_refused, assert_same
+from chapters.scale import H100, SHAPES, token_operations
 from chapters.scale import prefill_seconds as floor_of_prefill
-from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
+from gpt_kv_cache import GPT, GPTConfig, generate
 from load_gpt2_weights import load_model, load_tokenizer
 from studies.replay import Request, hit_rates
 
 GIVEN = ("gpt_kv_cache", "support.fingerprints")
-ROOT = Path(__file__).resolve().parents[2]
 CONFIG = GPTConfig(vocab_size=100, n_ctx=64, n_layer=3, n_head=2, n_embd=32)
 
 
@@ -37,63 +32,37 @@ def random_model() -> GPT:
 
 @pytest.mark.ex10_1
 def test_bytes_of_a_token(impl: ModuleType) -> None:
-    assert impl.token_bytes(80, 8, 128) == 327_680, (
-        "Llama 3 70B in bfloat16: 8 key-value heads, whatever the queries'"
-    )
-    assert impl.token_bytes(12, 12, 64, itemsize=4) == 73_728
     for shape in SHAPES:
-        assert (
-            impl.token_bytes(shape.layers, shape.kv_heads, shape.head_dim, shape.nbytes)
-            == shape.token_bytes
-        )
+        sizes = shape.layers, shape.kv_heads, shape.head_dim, shape.nbytes
+        found = impl.token_bytes(*sizes)
+        what = f"{shape.name}: {sizes[0]} layers, {sizes[1]} key-value heads of size {sizes[2]}, {sizes[3]} bytes a number"
+        assert found == shape.token_bytes, f"{what}: {found} bytes, must be {shape.token_bytes}"
 
 
 @pytest.mark.ex10_1
 def test_texts_that_fit(impl: ModuleType) -> None:
-    gigabytes, weights = 4 * 80 * 10**9, 141_200_000_000  # Llama 3 70B on four GPUs
-    found = impl.texts_that_fit(gigabytes, weights, 327_680, 1000, 16)
-    assert found == 541, f"1,000 tokens take 63 whole blocks of 16: room for 541 texts, not {found}"
-    assert impl.texts_that_fit(gigabytes, weights, 327_680, 1000, 8192) == 66, (
-        "room for 8,192 tokens each"
-    )
-    assert impl.texts_that_fit(weights, weights, 327_680, 1000, 16) == 0
-    assert impl.texts_that_fit(80 * 10**9, weights, 327_680, 1000, 16) == 0, (
-        "the weights alone don't fit"
-    )
-    draw = random.Random(0)
-    for _ in range(200):
-        of_token, tokens, block = draw.randint(1, 50), draw.randint(1, 40), draw.randint(1, 20)
-        memory = 1000 + draw.randint(0, 5000)
-        n = impl.texts_that_fit(memory, 1000, of_token, tokens, block)
-        each = next(b for b in range(100) if b * block >= tokens) * block * of_token
-        assert n * each <= memory - 1000 < (n + 1) * each + block * of_token, (
-            memory,
-            of_token,
-            tokens,
-            block,
-        )
-        blocks = (memory - 1000) // (block * of_token)
-        assert n == blocks // (each // (block * of_token))
+    weights = 141_200_000_000  # Llama 3 70B
+    for memory, tokens, block, texts, why in [
+        (320 * 10**9, 1000, 16, 541, "four GPUs, and 1,000 tokens take 63 whole blocks of 16"),
+        (320 * 10**9, 1000, 8192, 66, "four GPUs, and a text takes room for 8,192 tokens"),
+        (weights, 1000, 16, 0, "nothing is left beside the weights"),
+        (80 * 10**9, 1000, 16, 0, "the weights alone don't fit"),
+        (weights + 10 * 16 * 327_680, 33, 16, 3, "10 blocks, and 3 a text"),
+    ]:
+        found = impl.texts_that_fit(memory, weights, 327_680, tokens, block)
+        assert found == texts, f"{why}: room for {texts} texts, not {found}"
 
 
 @pytest.mark.ex10_1
 def test_texts_that_outweigh(impl: ModuleType) -> None:
-    assert impl.texts_that_outweigh(141_200_000_000, 327_680, 8000) == 54
-    assert impl.texts_that_outweigh(1000, 10, 10) == 11, (
-        "ten texts have as many bytes as the weights, and not more"
-    )
-    found = impl.texts_that_outweigh(10_007 * 10**13 - 1, 10**6, 10**7)
-    assert found == 10_007, f"whole numbers: no rounding; {found}, must be 10007"
-    for shape in SHAPES:
-        weights = int((shape.parameters - shape.unread) * shape.nbytes)
-        n = impl.texts_that_outweigh(weights, shape.token_bytes, 777)
-        # Seconds for the weights; a step with n texts takes more than twice as long.
-        alone = weights / 1e12
-        assert (
-            decode_seconds(shape, 1e12, 777, n)
-            > 2 * alone
-            >= decode_seconds(shape, 1e12, 777, n - 1) * (1 - 1e-12)
-        )
+    for weights, of_token, tokens, texts in [
+        (141_200_000_000, 327_680, 8000, 54),
+        (1000, 10, 10, 11),  # ten texts have as many bytes as the weights, and not more
+        (10_007 * 10**13 - 1, 10**6, 10**7, 10_007),  # whole numbers: no rounding
+    ]:
+        found = impl.texts_that_outweigh(weights, of_token, tokens)
+        what = f"weights of {weights} bytes, {tokens} tokens of {of_token} bytes"
+        assert found == texts, f"{what}: {found} texts, must be {texts}"
 
 
 def of(shape: object) -> tuple[float, int, int]:
@@ -126,19 +95,12 @@ def test_bandwidth_from_which_on_to_fetch(impl: ModuleType) -> None:
     for shape in SHAPES:
         for known in (1, 512, 100_000):
             bandwidth = impl.fetch_from(*of(shape), shape.token_bytes, known, rate)
-            saved = impl.prefill_s(*of(shape), 2 * known, rate) - impl.prefill_s(
-                *of(shape), 2 * known, rate, known
-            )
+            saved = floor_of_prefill(shape, rate, known)
             fetched = known * shape.token_bytes / bandwidth
             what = f"{shape.name}, {known} tokens: at {bandwidth:.3g} bytes/s fetching takes {fetched:.3g} s"
             assert fetched == pytest.approx(saved, rel=1e-9), (
                 f"{what}, reading {saved:.3g} s: must be the same"
             )
-    llama = SHAPES[-1]
-    short, long = (
-        impl.fetch_from(*of(llama), llama.token_bytes, known, rate) / 1e9 for known in (1, 131_072)
-    )
-    assert short == pytest.approx(2.37, abs=0.01) and long == pytest.approx(1.05, abs=0.01)
 
 
 class Pool:
@@ -154,30 +116,17 @@ class Pool:
         self.texts[text] = []
 
     def fork(self, text: str, other: str) -> None:
-        free = len(self.tables.free)
         self.tables.fork(text, other)
         self.texts[other] = [*self.texts[text]]
-        assert len(self.tables.free) == free, (
-            f"fork took {free - len(self.tables.free)} blocks, must take none"
-        )
 
     def drop(self, text: str) -> None:
         self.tables.drop(text)
         del self.texts[text]
 
-    def state(self) -> tuple[object, ...]:
-        t = self.tables
-        return (
-            {k: [*v] for k, v in t.table.items()},
-            {**t.length},
-            sorted(t.free),
-            [*getattr(t, "count", [])],
-        )
-
-    def extend(self, text: str, n: int) -> bool:
-        """Write n tokens; return whether there was room."""
-        tables, size, before = self.tables, self.size, self.state()
-        length, table, free = tables.length[text], [*tables.table[text]], len(tables.free)
+    def extend(self, text: str, n: int) -> None:
+        """Write n tokens, if there is room."""
+        tables, size, before = self.tables, self.size, deepcopy(vars(self.tables))
+        length, table, free = tables.length[text], tables.table[text], len(tables.free)
         owners = [other for other, blocks in tables.table.items() if table and table[-1] in blocks]
         shares = length % size > 0 and len(owners) > 1
         needed = -(-(length + n) // size) - len(table) + shares
@@ -188,9 +137,8 @@ class Pool:
             assert needed > free, (
                 f"{what}: needs {needed} blocks, {free} are free: enough, but refused"
             )
-            for name, old, new in zip(
-                ("table", "length", "free", "count"), before, self.state(), strict=True
-            ):
+            for name, old in before.items():
+                new = getattr(tables, name)
                 assert new == old, (
                     f"{what}: a refusal must change nothing, but {name} is {new}, was {old}"
                 )
@@ -198,7 +146,7 @@ class Pool:
             assert {needed, free} <= {*said}, (
                 f"the message must say {needed} needed, {free} free: {str(error)!r}"
             )
-            return False
+            return
         except IndexError as error:
             pytest.fail(
                 f"{what}: needs {needed} blocks, {free} are free: must be a MemoryError, not {error!r}"
@@ -206,20 +154,13 @@ class Pool:
         assert len(copies) == shares, f"{what}: {len(copies)} copies, must be {int(shares)}"
         for old, new in copies:
             self.slots[new * size : (new + 1) * size] = self.slots[old * size : (old + 1) * size]
-        self.texts[text] += [f"token {t} of {text}" for t in range(length, length + n)]
         for t in range(length, length + n):
+            self.texts[text].append(f"token {t} of {text}")
             block, place = tables.place(text, t)
             self.slots[block * size + place] = self.texts[text][t]
-        return True
 
     def check(self) -> None:
         tables, size = self.tables, self.size
-        assert tables.table.keys() == self.texts.keys(), (
-            f"table has {[*tables.table]}, must have {[*self.texts]}"
-        )
-        assert tables.length.keys() == self.texts.keys(), (
-            f"length has {[*tables.length]}, must have {[*self.texts]}"
-        )
         for text, tokens in self.texts.items():
             found, must = len(tables.table[text]), -(-len(tokens) // size)
             assert found == must, (
@@ -233,27 +174,19 @@ class Pool:
                 )
         for block in range(self.blocks):
             who = [text for text, table in tables.table.items() for b in table if b == block]
-            listed, free = (
-                f"block {block}: {', '.join(who) or 'no text'} lists it",
-                tables.free.count(block),
+            listed, free = f"block {block}: {', '.join(who) or 'no text'} lists it", tables.free
+            assert free.count(block) == (not who), (
+                f"{listed}, and free has {free.count(block)} of it, must have {int(not who)}"
             )
-            assert free == (not who), (
-                f"{listed}, and free has {free} of it, must have {int(not who)}"
-            )
-            count = getattr(tables, "count", [min(1, len(who))] * self.blocks)[block]
-            assert count == len(who), f"{listed}, and its count is {count}, must be {len(who)}"
 
 
-def use_at_random(pool: Pool, seed: int, *actions: str) -> int:
-    """Let up to six texts come, grow and go; return how often there was no room."""
-    draw, refused = random.Random(seed), 0
+def use_at_random(pool: Pool, seed: int, *actions: str) -> None:
+    """Let up to six texts come, grow and go."""
+    draw = random.Random(seed)
     for step in range(150):
-        names = [*pool.texts]
-        what = (
-            draw.choice(["begin", "extend", "extend", "extend", "drop", *actions])
-            if names
-            else "begin"
-        )
+        names, what = [*pool.texts], "begin"
+        if names:
+            what = draw.choice(["begin", "extend", "extend", "extend", "drop", *actions])
         if what == "begin" and len(names) < 6:
             pool.begin(f"text {step}")
         elif what == "fork" and len(names) < 6:
@@ -261,24 +194,18 @@ def use_at_random(pool: Pool, seed: int, *actions: str) -> int:
         elif what == "drop":
             pool.drop(draw.choice(names))
         elif what == "extend":
-            refused += not pool.extend(draw.choice(names), draw.randint(1, 2 * pool.size))
+            pool.extend(draw.choice(names), draw.randint(1, 2 * pool.size))
         pool.check()
-    for text in draw.sample([*pool.texts], len(pool.texts)):
-        pool.drop(text)
-        pool.check()
-    return refused
 
 
 @pytest.mark.ex10_3
 def test_block_and_place_of_every_token(impl: ModuleType) -> None:
     tables = impl.BlockTables(9, 4)
     tables.table["a"], tables.length["a"] = [5, 0, 7], 10
-    for t in range(10):
-        found, must = tables.place("a", t), ((5, 0, 7)[t // 4], t % 4)
-        assert found == must, (
-            f"table [5, 0, 7], blocks of 4, token {t}: (block, place) is {found}, must be {must}"
-        )
-    assert tables.slots("a") == [20, 21, 22, 23, 0, 1, 2, 3, 28, 29]
+    expected = [(5, 0), (5, 1), (5, 2), (5, 3), (0, 0), (0, 1), (0, 2), (0, 3), (7, 0), (7, 1)]
+    found = [tables.place("a", t) for t in range(10)]
+    assert_same(found, expected, "table [5, 0, 7], blocks of 4: (block, place) of each token")
+    assert_same(tables.slots("a"), [20, 21, 22, 23, 0, 1, 2, 3, 28, 29], "its slots")
 
 
 @pytest.mark.ex10_3
@@ -289,58 +216,12 @@ def test_tables_lead_to_what_was_written(impl: ModuleType, seed: int) -> None:
     use_at_random(Pool(impl.BlockTables(blocks, draw.randint(1, 5)), blocks), seed)
 
 
-@pytest.mark.ex10_3
-def test_a_full_pool_refuses_and_changes_nothing(impl: ModuleType) -> None:
-    pool = Pool(impl.BlockTables(3, 4), 3)
-    for text, n in (("a", 5), ("b", 2)):
-        pool.begin(text)
-        assert pool.extend(text, n)
-    assert not pool.extend("b", 3) and pool.extend("b", 2) and pool.extend("a", 3), (
-        "room in its last block is enough"
-    )
-    pool.drop("a")
-    assert pool.extend("b", 8) and not pool.extend("b", 1)
-    pool.check()
-
-
 @pytest.mark.ex10_4
 @pytest.mark.parametrize("seed", range(40))
 def test_no_shared_block_is_lost_leaked_or_overwritten(impl: ModuleType, seed: int) -> None:
     draw = random.Random(seed)
     blocks = draw.randint(1, 12)
     use_at_random(Pool(impl.SharedBlocks(blocks, draw.randint(1, 5)), blocks), seed, "fork")
-
-
-def three_texts(impl: ModuleType) -> Pool:
-    """Six tokens in two blocks of four, the second half full, on the tables of three texts."""
-    pool = Pool(impl.SharedBlocks(5, 4), 5)
-    pool.begin("a")
-    pool.extend("a", 6)
-    pool.fork("a", "b")
-    pool.fork("a", "c")
-    return pool
-
-
-@pytest.mark.ex10_4
-def test_the_last_owner_writes_without_a_copy(impl: ModuleType) -> None:
-    pool = three_texts(impl)
-    for text, free in (("b", 2), ("a", 1), ("c", 1)):
-        assert pool.extend(text, 1)
-        pool.check()
-        found = len(pool.tables.free)
-        assert found == free, (
-            f"three texts share a block, {text} has written to it: {found} free, must be {free}"
-        )
-
-
-@pytest.mark.ex10_4
-@pytest.mark.parametrize("order", ["".join(order) for order in permutations("abc")])
-def test_blocks_are_free_when_the_last_owner_goes(impl: ModuleType, order: str) -> None:
-    pool = three_texts(impl)
-    pool.extend("b", 3)
-    for text in order:
-        pool.drop(text)
-        pool.check()
 
 
 @pytest.mark.ex10_4
@@ -352,33 +233,20 @@ def test_the_model_reads_from_shared_blocks(impl: ModuleType) -> None:
     tables.begin("a")
     a = impl.PagedCache(tables, pool, "a")
     draw = torch.Generator().manual_seed(0)
-    texts = {"a": torch.randint(100, (1, 10), generator=draw)}
-    model(texts["a"], a)
+    prompt = torch.randint(100, (1, 10), generator=draw)
+    model(prompt, a)
     caches = {"a": a, "b": a.fork("b"), "c": a.fork("c")}
-    assert len(tables.free) == 9, "three texts, one prompt, three blocks"
-    texts |= {"b": texts["a"], "c": texts["a"]}
+    assert len(tables.free) == 9, (
+        f"three texts, one prompt, three blocks: {len(tables.free)} of 12 are free, must be 9"
+    )
+    texts = dict.fromkeys(caches, prompt)
     for n in (1, 3, 1, 2):
         for text, cache in caches.items():
             new = torch.randint(100, (1, n), generator=draw)
-            logits = model(new, cache)
             texts[text] = torch.cat([texts[text], new], dim=1)
+            what = f"text {text}, {n} tokens after {len(cache)}"
             exact = model(texts[text])[:, -n:]
-            assert_close(
-                logits,
-                exact,
-                f"text {text}, {n} tokens after {len(cache) - n}",
-                ("row", "token", "logit"),
-            )
-    assert len(tables.free) == 12 - 2 - 3 * 3, "of 17 tokens each, the first 8 are shared"
-    with pytest.raises(MemoryError):
-        model(torch.zeros(1, 20, dtype=torch.long), a)
-    new = torch.cat([texts["a"], torch.zeros(1, 1, dtype=torch.long)], dim=1)
-    assert_close(
-        model(new[:, -1:], a),
-        model(new)[:, -1:],
-        "after a pass that failed",
-        ("row", "token", "logit"),
-    )
+            assert_close(model(new, cache), exact, what, ("row", "token", "logit"))
 
 
 def chains(seed: int, n: int) -> list[list[int]]:
@@ -402,9 +270,7 @@ def test_hit_rate_of_a_cache_that_forgets_nothing(impl: ModuleType) -> None:
         expected = hit_rates(trace, float("inf"))["block_hit_rate"]
         found = impl.hit_rate(requests, 10**6)
         what = f"{len(requests)} requests, room for all: a share of {expected:.3f} of blocks is found, not {found:.3f}"
-        assert found == pytest.approx(expected, abs=1e-12) and expected > 0.2, what
-        found = impl.hit_rate(requests, 0)
-        assert found == 0, f"no room: nothing can be found, and a share of {found:.3f} is"
+        assert found == pytest.approx(expected, abs=1e-12), what
 
 
 @pytest.mark.ex10_5
@@ -418,14 +284,10 @@ def test_hit_rate_of_small_caches(impl: ModuleType) -> None:
         assert_hits(impl, requests, capacity, blocks, why)
     for seed in range(10):
         requests = chains(seed, 80)
-        before = [[*request] for request in requests]
         for capacity in range(0, 120, 5):
-            found = impl.hit_rate(requests, capacity)
-            assert_same(requests, before, "the requests afterwards, which are the caller's")
-            if found != by_distance(requests, capacity) / total(requests):
-                for n in range(1, len(requests) + 1):  # the shortest beginning shows it best
-                    blocks = by_distance(requests[:n], capacity)
-                    assert_hits(impl, requests[:n], capacity, blocks, "the last request differs")
+            for n in (5, 20, 80):  # a short beginning shows it best
+                blocks = by_distance(requests[:n], capacity)
+                assert_hits(impl, requests[:n], capacity, blocks, "the last request differs")
 
 
 def total(requests: list[list[int]]) -> int:
@@ -455,24 +317,6 @@ def by_distance(requests: list[list[int]], capacity: int) -> int:
     return found
 
 
-DECODE = """
-import importlib.util, json, sys, torch
-sys.path.insert(0, sys.argv[2])
-spec = importlib.util.spec_from_file_location("impl", sys.argv[1])
-impl = importlib.util.module_from_spec(spec)
-sys.modules["impl"] = impl
-spec.loader.exec_module(impl)
-from gpt_kv_cache import GPT, generate
-from load_gpt2_weights import load_model
-torch.set_num_threads(1)
-model, fed = load_model("pocket", model_class=GPT), []
-ids, cache = impl.receive(sys.stdin.buffer, model)
-model.register_forward_pre_hook(lambda module, inputs: fed.append(inputs[0].size(1)))
-new = [int(i) for i in generate(model, torch.tensor([ids]), 20, cache=cache)]
-print(json.dumps([ids, new, fed]))
-"""
-
-
 @pytest.fixture(scope="module")
 def pocket() -> GPT:
     return load_model("pocket", model_class=GPT)
@@ -490,87 +334,30 @@ def prompt() -> list[int]:
 def test_a_layer_is_on_its_way_before_the_next_is_computed(
     impl: ModuleType, pocket: GPT, prompt: list[int]
 ) -> None:
-    stream, sizes, passes = io.BytesIO(), [], []
+    stream, sizes = io.BytesIO(), []
     hooks = [
         block.register_forward_pre_hook(lambda *_: sizes.append(len(stream.getvalue())))
         for block in pocket.h
     ]
-    hooks.append(
-        pocket.register_forward_pre_hook(lambda module, inputs: passes.append(inputs[0].size(1)))
-    )
     try:
         impl.send(stream, pocket, prompt)
     finally:
         for hook in hooks:
             hook.remove()
-    assert passes == [len(prompt)], "one pass over the prompt"
+    layers = len(pocket.h)
+    assert len(sizes) == layers, f"{len(sizes)} layers were computed, {layers} are one pass"
     layer = 2 * 6 * 32 * len(prompt) * 4
     sizes.append(len(stream.getvalue()))
     for i, (before, after) in enumerate(pairwise(sizes)):
         assert after - before >= layer, (
             f"layer {i}: {after - before} bytes of {layer} before the next one is computed"
         )
-    size, most = len(stream.getvalue()), 6 * layer + 4000 + 16 * len(prompt)
-    assert size <= most, (
-        f"{size} bytes for {6 * layer} of keys and values: all else must be at most {most - 6 * layer}"
+    most = layers * layer + 4000 + 16 * len(prompt)
+    assert sizes[-1] <= most, (
+        f"{sizes[-1]} bytes for {layers * layer} of keys and values: all else must be at most {most - layers * layer}"
     )
-
-
-@pytest.mark.ex10_6
-@torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_a_model_of_another_dtype(impl: ModuleType, prompt: list[int], dtype: torch.dtype) -> None:
-    model, stream, expected = (
-        load_model("pocket", model_class=GPT).to(dtype),
-        io.BytesIO(),
-        KVCache(),
-    )
-    model(torch.tensor([prompt]), expected)
-    impl.send(stream, model, prompt)
-    size, most = len(stream.getvalue()), expected.nbytes + 4000 + 16 * len(prompt)
-    assert size <= most, (
-        f"a model of {dtype}: {size} bytes, must be at most {most}: its keys and values as they are"
-    )
-    stream.seek(0)
-    _, cache = impl.receive(stream, model)
-    for found, kv in zip(cache.layers, expected.layers, strict=True):
-        assert found.dtype == dtype, f"a model of {dtype}, and a cache of {found.dtype}"
-        assert torch.equal(found, kv), (
-            f"a model of {dtype}: keys and values have changed on the way"
-        )
-
-
-class Full(io.BytesIO):
-    """A stream that takes some writes, and no more."""
-
-    def write(self, data: bytes) -> int:
-        if self.tell() > 20_000:
-            raise OSError("no space left")
-        return super().write(data)
-
-
-def hooks_of(model: GPT) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
-
-
-@pytest.mark.ex10_6
-@torch.no_grad()
-def test_the_model_stays_as_it_was(impl: ModuleType, prompt: list[int]) -> None:
-    model = load_model("pocket", model_class=GPT)
-    impl.send(io.BytesIO(), model, prompt)
-    assert not hooks_of(model), f"{hooks_of(model)} hooks are left on the model"
-    weights = {name: x.clone() for name, x in model.state_dict().items()}
-    for training in (True, False):
-        impl.send(io.BytesIO(), model.train(training), prompt)
-        assert model.training == training, f"training was {training}, and is {model.training}"
-    for name, x in model.state_dict().items():
-        same = x.dtype == weights[name].dtype and torch.equal(x, weights[name])
-        assert same, f"{name} of the model has changed"
-    with pytest.raises(OSError, match="no space left"):
-        impl.send(Full(), model, prompt)
-    assert not hooks_of(model), (
-        f"{hooks_of(model)} hooks are left on the model after a write that failed"
-    )
+    left = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in pocket.modules())
+    assert not left, f"{left} hooks are left on the model"
 
 
 @pytest.mark.ex10_6
@@ -578,17 +365,13 @@ def test_another_models_cache_is_refused(impl: ModuleType, pocket: GPT, prompt: 
     stream = io.BytesIO()
     impl.send(stream, pocket, prompt)
     size = len(stream.getvalue())
-    retrained = load_model("pocket", model_class=GPT)
+    retrained = load_model("pocket", model_class=GPT)  # its cache has the same shape
     retrained.h[3].mlp.c_fc.bias.data[0] += 1e-3
-    # both have caches of the same shape
-    for other in (load_model("pocket-student", model_class=GPT), retrained):
-        stream.seek(0)
-        try:
-            impl.receive(stream, other)
-            pytest.fail("the cache of another model was taken")
-        except ValueError:
-            pass
-        assert stream.tell() < size / 2, "refused before keys and values are read"
+    stream.seek(0)
+    with pytest.raises(ValueError):
+        impl.receive(stream, retrained)
+        pytest.fail("the cache of another model was taken")
+    assert stream.tell() < size / 2, "refused before keys and values are read"
 
 
 @pytest.mark.ex10_6
@@ -598,40 +381,19 @@ def test_a_stream_that_ends_too_early_is_refused(
     stream = io.BytesIO()
     impl.send(stream, pocket, prompt)
     data = stream.getvalue()
-    for end in (0, 5, 1000, len(data) // 3, len(data) // 2, len(data) - 3):
-        what = f"a stream that ends after {end} of {len(data)} bytes must be a ValueError"
-        try:
-            impl.receive(io.BytesIO(data[:end]), pocket)
-        except ValueError:
-            continue
-        except NotImplementedError:
-            raise
-        except Exception as error:
-            pytest.fail(f"{what}, not {error!r}")
-        pytest.fail(what)
-    ids, cache = impl.receive(io.BytesIO(data), pocket)
-    assert ids[:-1] == prompt, "the text is the prompt, then one token"
-    assert len(cache) == len(prompt), "the prompt is cached"
-    assert_keeps(cache, cache.nbytes + cache.pos.nbytes, "the received cache")
-    assert isinstance(cache, KVCache) and isinstance(cache.layers[0], Tensor)
-    source = inspect.getsource(impl)
-    assert "import pickle" not in source and "torch.load" not in source, (
-        "bytes from elsewhere are not to be executed"
-    )
+    for end in (0, 5, 1000, len(data) // 2, len(data) - 3):
+        what = f"a stream that ends after {end} of {len(data)} bytes"
+        assert_refused(partial(impl.receive, io.BytesIO(data[:end]), pocket), what)
 
 
 @pytest.mark.ex10_6
-def test_another_process_goes_on_exactly(impl: ModuleType, pocket: GPT, prompt: list[int]) -> None:
+def test_another_model_goes_on_exactly(impl: ModuleType, pocket: GPT, prompt: list[int]) -> None:
     cold = [int(i) for i in generate(pocket, torch.tensor([prompt]), 21)]
-    stream = io.BytesIO()
+    stream, other, fed = io.BytesIO(), load_model("pocket", model_class=GPT), []
     impl.send(stream, pocket, prompt)
-    result = subprocess.run(
-        [sys.executable, "-c", DECODE, impl.__file__, str(ROOT)],
-        input=stream.getvalue(),
-        capture_output=True,
-        cwd=ROOT,
-    )
-    assert result.returncode == 0, result.stderr.decode()
-    ids, new, fed = json.loads(result.stdout)
-    assert ids == [*prompt, cold[0]] and new == cold[1:]
-    assert fed == [1] * 20, "the prompt was read once, by the sender"
+    ids, cache = impl.receive(io.BytesIO(stream.getvalue()), other)
+    assert_same(ids, [*prompt, cold[0]], "the text, which is the prompt, then one token")
+    other.register_forward_pre_hook(lambda module, inputs: fed.append(inputs[0].size(1)))
+    new = [int(i) for i in generate(other, torch.tensor([ids]), 20, cache=cache)]
+    assert_same(new, cold[1:], "the tokens after it")
+    assert_same(fed, [1] * 20, "tokens read by pass, by the receiver")
