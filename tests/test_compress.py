@@ -16,10 +16,8 @@ from tests.helpers import of_kind
 from tests.test_equivalence import (
     assert_close,
     check_any_feeding,
-    failing,
     feed_in_chunks,
     model_of,
-    parts_of,
 )
 from tests.test_kv_cache import allocated, ids_of, same, tensors_of
 
@@ -84,32 +82,6 @@ def test_equivalence_of_every_kind_with_what_it_stands_for(model: nn.Module, way
         assert cache.nbytes < whole.nbytes
 
 
-@every_way
-@pytest.mark.parametrize("n", [0, 30])
-def test_every_kind_survives_a_failed_pass_and_has_clones(
-    model: nn.Module, way: str, n: int
-) -> None:
-    ids, cache = ids_of(2, 64), compress.CACHES[way].new_cache(64)
-    if n:
-        model(ids[:, :n], cache)
-    nbytes = cache.nbytes
-    expected = model(ids[:, n:], cache.clone())
-    for part in parts_of(model):
-        for T in (3, 1):
-            with failing(model, part, nan=True):
-                model(ids[:, n : n + T], cache)
-            assert len(cache) == n and cache.nbytes == nbytes
-    assert_close(model(ids[:, n:], cache), expected, torch.float32)
-
-
-@every_way
-def test_every_kind_refuses_another_batch(model: nn.Module, way: str) -> None:
-    cache = compress.CACHES[way].new_cache(64)
-    model(ids_of(2, 9), cache)
-    with pytest.raises(ValueError, match=r"\[2, .* got \[3, "):
-        model(ids_of(3, 2), cache)
-
-
 # --- Identities -----------------------------------------------------------------------------------
 
 
@@ -120,12 +92,6 @@ def test_a_cache_that_compresses_nothing_is_the_growing_cache(
 ) -> None:
     ids = ids_of(2, 64, seed=seed)
     check_any_feeding(model, ids, model(ids), new_cache(), seed)
-
-
-@every_lossy_one
-def test_a_prompt_read_at_once_is_read_exactly(model: nn.Module, new_cache: Callable) -> None:
-    ids = ids_of(2, 64)
-    torch.testing.assert_close(model(ids, new_cache()), model(ids))
 
 
 @every_lossy_one
@@ -243,22 +209,6 @@ def test_of_keys_of_nearly_equal_norm_the_latest_stay() -> None:
     for seed in range(4):
         tokens = held(feed(SmallNormCache(keep, recent), kv, seed), 0)[1, 0, 0, :, 0]
         assert tokens.tolist() == [*range(T - recent - keep, T)]
-
-
-@torch.no_grad()
-def test_any_feeding_keeps_the_same_tokens_up_to_the_first_layer_that_evicts(
-    model: nn.Module,
-) -> None:
-    ids = torch.tensor([[3, 7, 3, 3, 9, 7, 3, 5] * 8])  # equal tokens, whose norms tie in a Llama
-    for skip in (0, 1):
-        kept = []
-        for cuts in ([], [*range(1, 64)], [5, 30, 31, 50]):
-            cache = SmallNormCache(keep=6, recent=4, skip=skip)
-            feed_in_chunks(model, ids, cuts, cache)
-            kept.append([held(cache, layer) for layer in range(skip + 1)])
-        for other in kept[1:]:
-            for here, there in zip(kept[0], other, strict=True):
-                assert_close(here, there, torch.float32)
 
 
 def test_an_evicting_cache_goes_back_only_while_nothing_is_evicted() -> None:

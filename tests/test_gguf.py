@@ -13,7 +13,6 @@ from benchmarks import llama_cpp
 from benchmarks.llama_cpp import permuted
 from formats import gguf_files
 from formats.chat import encode_question, question_form
-from formats.tokenizers import LLAMA3_PATTERN
 from gpt_kv_cache import generate
 from llama_kv_cache import KVCache, main
 from load_gpt2_weights import load_model, load_tokenizer
@@ -247,7 +246,3 @@ def test_smollm2s_ids_are_those_of_the_tokenizers_library(smollm2: Path) -> None
 
 def encoded_form(tokenizer: Any) -> str:
     return question_form(tokenizer).replace("{}", "naïve 東京 12345?")
-
-
-def test_the_pattern_of_qwen_is_llamas_with_single_digits() -> None:
-    assert gguf_files.QWEN_PATTERN.count(r"|\p{N}|") == 1 and r"\p{N}{1,3}" in LLAMA3_PATTERN

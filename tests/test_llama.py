@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jinja2
 import pytest
 import torch
 
@@ -397,20 +396,6 @@ def test_ids_are_those_of_the_tokenizers_library_on_llama_3s_real_vocabulary(
         assert ours.added_ids[f"<|{name}|>"] == number  # as the model card has them
 
 
-@pytest.mark.slow
-def test_llama_3s_file_needs_every_rank_and_an_end(llama3_file: Path, tmp_path: Path) -> None:
-    write_llama3(tmp_path)
-    lines = llama3_file.read_text().splitlines()
-    for content, said in (
-        ("\n".join(lines[1:]), "every rank from 0 on once"),
-        ("\n".join(lines[:1000]), "is no special token"),
-        ("not a vocabulary", "is not a tiktoken file"),
-    ):
-        (tmp_path / "tokenizer.model").write_text(content)
-        with pytest.raises(ValueError, match=said):
-            loader.load_tokenizer(str(tmp_path))
-
-
 def test_a_character_without_a_token_is_one_sentence(tmp_path: Path) -> None:
     """The tokenizers library drops it without a word."""
     expected = real_form("SmolLM2", tmp_path)
@@ -458,21 +443,6 @@ HEADERS = (  # of Meta-Llama-3-8B-Instruct's
     "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}"
     "{% endfor %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
 )
-
-
-@pytest.mark.parametrize(("kind", "template"), [("SmolLM2", CHATML), ("Llama 3", HEADERS)])
-def test_a_question_has_the_form_of_the_published_template(
-    kind: str, template: str, tmp_path: Path
-) -> None:
-    library = real_form(kind, tmp_path)
-    ours = loader.load_tokenizer(str(tmp_path))
-    begin = "".join(library.id_to_token(i) for i in beginning_tokens(ours))
-    rendered = jinja2.Template(template).render
-    for text in ("Why is the sky blue?", "{braces} {0}\n\nand a line"):
-        messages = [{"role": "user", "content": text}]
-        expected = rendered(messages=messages, bos_token=begin, add_generation_prompt=True)
-        assert begin + question_form(ours).replace("{}", text) == expected
-        assert encode_question(text, ours) == library.encode(expected, add_special_tokens=False).ids
 
 
 QWEN3 = (  # what Qwen3's template does with a first question, and two things that others do

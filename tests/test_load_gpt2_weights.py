@@ -29,14 +29,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import load_gpt2_weights as loader
-from formats.checkpoints import open_checkpoint
 from formats.configs import SUPPORTED
 from formats.names import PUBLIC, split_twin
 from formats.products import is_faster
 from formats.tensors import round_weights
 from formats.tokenizers import ARTICLE_PROMPT, GPT2_PATTERN, Numbers, byte_characters
 from gpt_baseline import GPT as BaselineGPT
-from gpt_bounded_cache import BCT
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from tests.helpers import Ran, process, refused, run
 from tests.test_equivalence import assert_close
@@ -439,17 +437,6 @@ def test_damaged_weights(tmp_path: Path, filename: str, damage: Callable) -> Non
     assert_refused(folder, str(path), "cut off, a Git LFS pointer")
 
 
-def test_a_program_for_weights_is_one_sentence(
-    tmp_path: Path, recwarn: pytest.WarningsRecorder
-) -> None:
-    folder, path = write(tmp_path, random_tensors()), tmp_path / "pytorch_model.bin"
-    (tmp_path / "model.safetensors").unlink(missing_ok=True)
-    torch.jit.script(torch.nn.Linear(2, 2)).save(path)
-    recwarn.clear()  # what PyTorch says of scripting
-    assert_refused(folder, str(path), "not a PyTorch file of plain tensors")
-    assert not recwarn.list
-
-
 def test_missing_files(tmp_path: Path) -> None:
     assert_refused(str(tmp_path), "no config.json", error=FileNotFoundError)
     folder = write(tmp_path, None)
@@ -492,14 +479,6 @@ def test_what_our_model_can_not_represent(tmp_path: Path, key: str, value: objec
     supported = [repr(one) for one in SUPPORTED["GPT-2"].get(key, [])[:1]]
     shown = "lacks" if value is None else str(value)
     assert_refused(folder, name, shown, *supported)
-
-
-def test_impossible_memory(tmp_path: Path) -> None:
-    checkpoint = open_checkpoint("pocket-bct")
-    config = checkpoint.config() | {"recent": 2**62}
-    folder = write(tmp_path, checkpoint.tensors(), config)
-    with pytest.raises(ValueError, match=f"recent is {2**62}"):
-        loader.load_model(folder, model_class=BCT)
 
 
 class Code:

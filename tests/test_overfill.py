@@ -31,7 +31,7 @@ from overfill import (
 from pair import geometry_difference, splice_last
 from support.statistics import entropy, kl
 from tests import helpers
-from tests.helpers import N_CTX, ROOT, class_of, of_kind
+from tests.helpers import ROOT, class_of, of_kind
 
 CONFIG = GPTConfig(vocab_size=50, n_ctx=40, n_layer=3, n_head=2, n_embd=32)
 NARROW = GPTConfig(vocab_size=50, n_ctx=40, n_layer=3, n_head=2, n_embd=16, head_dim=16, n_inner=24)
@@ -328,17 +328,6 @@ def test_the_shorter_context_is_the_pairs(teacher, student) -> None:
     assert run(teacher, short, prompts(), 40, Periodic(4))[1].n_ctx == 24
 
 
-@torch.no_grad()
-def test_a_teacher_with_nothing_to_read_says_so_and_changes_nothing(teacher, student) -> None:
-    pair = RefreshedPair(teacher, student, prompts())
-    pair.prefill()
-    for ask in (ProbeKL(1.0).signal, lambda pair: pair.refresh(torch.tensor([True]), Periodic(1))):
-        with pytest.raises(ValueError, match="0 new tokens after 9"):
-            ask(pair)
-        assert len(pair.teacher_cache) == len(pair.student_cache) == 9
-        assert pair.refreshes == [] and int(pair.refresh_count) == 0
-
-
 BAD_POLICIES = {
     "periodic:8:2": "must have the form periodic:T",
     "periodic:0": "the policy 'periodic:0': must be a whole number of at least 1 and",
@@ -456,12 +445,6 @@ def test_every_policy_writes_a_text_and_says_what_it_cost(name: str) -> None:
     ran = helpers.run(overfill.main, *words, "--student", "pocket-student-dropout")
     assert ran.code == 0 and ran.err == "" and len(ran.out.split()) > 40
     assert "refreshed after tokens: " in ran.out and (name != "none" or "tokens: none" in ran.out)
-
-
-def test_a_text_past_the_context_goes_on() -> None:
-    prompt = "Halek had a yellow cap. " * (N_CTX // 8 - 2)  # 8 tokens each: nearly all of it
-    ran = helpers.run(overfill.main, "write", "--prompt", prompt, "--max-new-tokens", N_CTX // 2)
-    assert ran.code == 0 and "refreshed after tokens: " in ran.out, ran.err
 
 
 def test_models_of_different_tokenizers_are_refused(tmp_path: Path) -> None:

@@ -348,13 +348,6 @@ def test_a_long_prompt_holds_up_the_others_by_one_chunk(model: nn.Module, fed: l
     assert fed == [(1, 5), (1, 1)] * 4
 
 
-def test_a_common_header_is_read_once(model: nn.Module, fed: list) -> None:
-    header = tokens(13, 1)
-    list(serve(model, [[*header, i, i] for i in range(4)], 1, n_blocks=30, block_size=4))
-    # 12 tokens in three blocks; the 13th is in one that isn't full
-    assert [math.prod(shape) for shape in fed] == [15, 3, 3, 3]
-
-
 def test_samples_of_a_prompt_are_those_of_each_seed_alone_and_share_its_blocks(
     model: nn.Module, fed: list
 ) -> None:
@@ -367,11 +360,6 @@ def test_samples_of_a_prompt_are_those_of_each_seed_alone_and_share_its_blocks(
     assert sum(math.prod(shape) for shape in fed) == 9 + 4 + 4 * 1 + 6 * 7
     how = [(prompts[i // 3], 8, (), 1.5, 20, 40 + i) for i in range(6)]
     assert found == [alone(model, *one) for one in how] and len({*map(tuple, found)}) == 6
-
-
-def test_samples_without_end_take_no_memory(model: nn.Module) -> None:
-    written = serve(model, [[1]], 2, n_blocks=8, block_size=4, samples=10**12)
-    assert 25 < max(next(written)[0] for _ in range(60)) < 40
 
 
 NEVER = {  # what is said of a prompt and a limit

@@ -54,12 +54,6 @@ def test_a_window_has_the_bytes_of_the_slots_and_mk_holds_values_only() -> None:
     assert (bytes_of("sum", 4, 16), bytes_of("sum-mk", 4, 16)) == (2 * values, values)
 
 
-@pytest.mark.parametrize("way", ["ours", "sum", "sum-mk"])
-def test_addresses_begin_with_a_standard_deviation_of_1(way: str) -> None:
-    addresses = build_model(way, 64, 0, 16).h[0].memory.addresses
-    assert 0.95 < float(addresses.detach().std()) < 1.05
-
-
 def test_a_reading_through_mk_is_its_formula() -> None:
     """The memory of one layer, token by token, against MV = MV' + wwᵀ wv written out, from zero."""
     memory = build_model("sum-mk", 3, 0, 16).h[0].memory
