@@ -15,7 +15,6 @@ from overfill import (
     Periodic,
     RefreshedPair,
 )
-from pair import load_pair
 from pocket.evaluation import token_losses
 from studies.core import Rows
 from studies.refreshing import study as refreshing
@@ -154,17 +153,6 @@ def test_times_measured_later_are_scaled_to_the_recorded_speed(
         for name in ("time", "first_ms", "tps")
     ]
     assert found == [1, pytest.approx(250), pytest.approx(20)]
-
-
-def test_more_texts_have_rows_of_their_own(rows, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refreshing, "MORE_TEXTS", 3)
-    teacher, student, tokenizer = load_pair("pocket", "pocket-student")
-    texts = texts_of(rows, teacher, student, prompts(2), 4)
-    texts.tokenizer = tokenizer
-    refreshing.add_more_texts(texts)
-    found = rows.find("none", "perplexity", trained="here", texts=3, mode="greedy")
-    assert found["n"] == 3 and "3 held-out prompts" in str(found["on"])
-    assert rows.find("none", "perplexity", trained="here") is None
 
 
 def test_by_the_source_s_own_speed_a_pass_for_every_burst_costs_an_eighth(rows) -> None:
