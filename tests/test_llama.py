@@ -175,8 +175,6 @@ def changed(folder: Path, **fields: Any) -> str:
     [
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"attention_bias": True}, "attention_bias is True"),
-        ({"mlp_bias": True}, "mlp_bias is True"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"sliding_window": 16}, "sliding_window is 16, and must be null or at least"),
         ({"model_type": "mistral", "max_position_embeddings": 8192}, "sliding_window is 4096"),
         (
@@ -187,20 +185,15 @@ def changed(folder: Path, **fields: Any) -> str:
         ({"model_type": "qwen3"}, "q_norm.weight is missing"),
         ({"model_type": "qwen2"}, "q_proj.bias is missing"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "factor is 0.5"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type is 'yarn'"),
         ({"rope_parameters": LLAMA3 | {"factor": None}}, "factor must be a finite number"),
         (
             {"rope_parameters": LLAMA3 | {"low_freq_factor": 4.0}},
             "4.0, must be less than high_freq_factor, 4.0",
         ),
-        ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta must be a finite number"),
         ({"num_key_value_heads": 3}, "n_kv_head is 3, n_head 4"),
-        ({"max_position_embeddings": 0}, "config.json: n_ctx must be at least 1, got 0"),
         ({"num_hidden_layers": 10**6}, "n_layer is 1000000, but the number of tensors"),
-        ({"rms_norm_eps": 0}, "rms_norm_eps must be more than 0, got 0"),
         ({"tie_word_embeddings": False}, "lm_head.weight is missing"),
-        ({"model_type": "gemma3_text"}, "model_type is 'gemma3_text'"),
         ({"model_type": "qwen3_moe"}, "model_type is 'qwen3_moe'"),
     ],
 )

