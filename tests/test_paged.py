@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gpt_kv_cache import GPTConfig, generate
 from paged import Batch, PagedCache, Server, Text, main, serve
-from tests.helpers import of_kind, refused, run
+from tests.helpers import of_kind, run
 from tests.test_equivalence import assert_close, failing, model_of, parts_of
 
 pytestmark = pytest.mark.usefixtures("device")  # every test here, on each device
@@ -403,17 +403,3 @@ def test_a_bare_run_shows_the_same_tokens_and_the_blocks(tmp_path: Path) -> None
     ends = [who for step in data["steps"] for who in step["events"].get("complete", [])]
     assert sorted(ends) == [*range(12)]
     assert sum(len(step["written"]) for step in data["steps"]) == 3 * (4 + 8 + 12 + 16)
-
-
-def test_serve_continues_every_line_of_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "prompts.txt"
-    file.write_text("Notes:\n\nQuestion: Who was it that founded Dunsey?\n")
-    words = ["serve", file, "--max-new-tokens", 6]
-    printed = run(main, *words, "--blocks", 3).out
-    assert re.search(r"^\[1\] Notes:\s*\S", printed, re.M)
-    assert re.search(r"^\[2\] Question: .*\?\s*\S", printed, re.M)
-    printed = run(main, *words, "--samples", 2, "--temperature", 0.9, "--seed", 3).out
-    first, second = re.findall(r"^\[\d\] Notes:(.*?)\n\n", printed, re.M | re.S)
-    assert first != second
-    file.write_text("\n")
-    refused(run(main, *words), "prompts.txt has no line to continue")

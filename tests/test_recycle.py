@@ -58,7 +58,7 @@ def written(tokens) -> list[int]:
 def test_recycled_identity_with_cold(tmp_path: Path, place: str, kind: str) -> None:
     model, rng = tiny_model(kind=kind), random.Random(0)
     store = Store(model, None if place == "memory" else tmp_path)
-    for ids in texts(0, 25):
+    for ids in texts(0, 12):
         row, n = torch.tensor([ids]), rng.randint(1, 40)  # also past n_ctx = 32
         assert written(recycle(store, row, n)) == written(generate(model, row, n))
         if len(ids) + n <= 32:
@@ -257,6 +257,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, text: str, *words: object) -> Ran:
     return run(module.main, *words)
 
 
+@pytest.mark.slow
 def test_bare_run_shows_every_way_and_writes_the_sources_files(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     ran = run(module.main, "--max-new-tokens", "12", "--figures")
