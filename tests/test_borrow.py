@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,8 @@ from torch import nn
 from borrow.check import check_logits
 from borrow.my_gpt import MyGPT
 from chapters.builder.filler import filled
-from compress import CACHES
-from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
-from paged import PagedCache, Server
-from pair import Pair
+from gpt_kv_cache import GPT, GPTConfig, KVCache
 from recycle import prefilled_cache
-from speculate import DraftCounts, draft_from_text, speculate
 from support.store import Store
 from tests.helpers import ROOT, process
 from tests.test_equivalence import assert_close
@@ -98,7 +95,7 @@ def test_logits_are_those_without_a_cache(name: str) -> None:
     expected = original(ids) if name == "MyGPT" else original(ids, use_cache=False).logits
     assert_close(model(ids, KVCache()), expected, torch.float32)
     draw, cache = random.Random(0), KVCache()
-    for _ in range(30):  # pieces of any length, on caches that were cut back or copied
+    for _ in range(20):  # pieces of any length, on caches that were cut back or copied
         n = len(cache)
         if n == ids.size(1) or draw.random() < 0.2:
             cache.truncate(draw.randint(0, n))
@@ -110,63 +107,26 @@ def test_logits_are_those_without_a_cache(name: str) -> None:
     check_logits(model)
 
 
-@each_model
-@torch.no_grad()
-def test_each_method_gives_the_logits_of_the_model_alone(name: str, tmp_path: Path) -> None:
-    model = model_named(name)
-    text = [*range(5, 25)] * 5 + [7]
-    exact = model(torch.tensor([text]))
-
-    store = Store(model, tmp_path)  # recycle
-    store.put(text[:-1], prefilled_cache(model, text[:-1]))
-    cache = store.get(text[:30] + text)
-    assert len(cache) == 30
-    cache = store.get(text)
-    got = model(torch.tensor([text[len(cache) :]]), cache)
-    assert_close(got, exact[:, -got.size(1) :], torch.float32)
-
-    new = [int(token) for token in generate(model, torch.tensor([text]), 12)]
-    whole = model(torch.tensor([text + new]))
-    logits = []
-    hook = model.register_forward_hook(lambda *call: logits.append(call[-1][0]))
-    server = Server(model, PagedCache(model, n_blocks=40, block_size=4), 128)  # paged
-    server.add(text, 12)
-    written = [token for _ in range(13) for _, token in server.step()]
-    assert written == new
-    last = torch.cat([rows[-1:] for rows in logits])[-12:]  # each pass's last token
-    assert_close(last, whole[0, len(text) - 1 : -1], torch.float32)
-
-    logits.clear()
-    counts = DraftCounts()  # speculate
-    pair = Pair(model, model, torch.tensor([text]))
-    assert [int(t) for t in speculate(pair, 12, 4, draft_from_text, counts)] == new
-    assert_close(logits[0][-1:], whole[0, len(text) - 1 :][:1], torch.float32)
-    hook.remove()
-
-    for kind in ("full", "preallocated", "bits:8"):  # compress
-        cache = CACHES[kind].new_cache(len(text) + 12)
-        pieces = [model(piece, cache) for piece in torch.tensor([text]).split(9, dim=1)]
-        difference = (torch.cat(pieces, 1) - exact).norm() / exact.norm()
-        assert difference < (0.03 if kind == "bits:8" else 1e-5)
-        assert (difference > 1e-6) == (kind == "bits:8")
-
-
 # --- What is refused ----------------------------------------------------------------------------------
 
+LATENT = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 12,
+    "n_routed_experts": 2,
+    "first_k_dense_replace": 2,
+    "num_key_value_heads": 4,
+}
 WINDOWED = ["full_attention", "sliding_attention"]
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "Mistral's window": ("Mistral", {"sliding_window": 16}, "sliding_window is 16, .* 128"),
-    "Mistral's default": (
-        "Mistral",
-        {"max_position_embeddings": 8192},
-        "sliding_window is 4096, and must be at least the context, 8192",
-    ),
     "Qwen3's window": (
         "Qwen3",
         {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1},
         "sliding_window is 16",
     ),
-    "Gemma 2": ("Gemma2", {"sliding_window": 16, "head_dim": 8}, "sliding_window is 16, .* 128"),
     "a softcap": (
         "Gemma2",
         {"sliding_window": 128, "head_dim": 8},
@@ -193,16 +153,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no head": ("GPT2Model", {}, "GPT2Model has no output head"),
     "keys of another size": (
         "DeepseekV3",
-        {
-            "kv_lora_rank": 8,
-            "q_lora_rank": 8,
-            "qk_rope_head_dim": 4,
-            "qk_nope_head_dim": 4,
-            "v_head_dim": 12,
-            "n_routed_experts": 2,
-            "first_k_dense_replace": 2,
-            "num_key_value_heads": 4,
-        },
+        LATENT,
         "keys have 8 numbers and values 12",
     ),
     "no attention interface": ("Mpt", {"n_heads": 4, "n_layers": 2}, "ALiBi"),
@@ -333,16 +284,10 @@ def test_models_of_transformers_that_compute_other_keys_of_equal_weights_have_ot
         change(model)
         return Adapter(model)
 
-    def scaled(**options: object) -> dict[str, object]:
-        return {"rope_parameters": {"rope_theta": 1e4, **options}}
-
     models = [
         adapter(),
-        adapter(**scaled(rope_type="default") | scaled(rope_theta=100.0, rope_type="default")),
-        adapter(**scaled(rope_type="linear", factor=2.0)),
-        adapter(rms_norm_eps=0.1),
+        adapter(rope_parameters={"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}),
         adapter(lambda model: model.model.rotary_emb.inv_freq.mul_(2)),
-        adapter(lambda model: model.register_buffer("more", torch.ones(1))),
         adapter(hidden_act="gelu"),
     ]
     folders = set()
@@ -433,11 +378,16 @@ def copied(method: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", CHECKS)
-@pytest.mark.parametrize("model", ["MyGPT", *OTHER_MODELS])
+@pytest.mark.parametrize(
+    ("method", "model"),
+    [*product(CHECKS, ["MyGPT"]), *zip(CHECKS, 2 * [*OTHER_MODELS], strict=True)],
+)
 def test_a_file_writes_what_the_model_writes_alone(tmp_path: Path, method: str, model: str) -> None:
-    """The page's own model, and one of transformers in its place."""
+    """The page's own model, and one of transformers in its place, with the files that are named and no others."""
     copied(method, tmp_path)
+    if model == "MyGPT":
+        ran = process(sys.executable, "-m", f"borrow.use_{method}", folder=tmp_path)
+        assert ran.code == 0 and ran.err == "" and ran.out.count("\n") >= 1, ran.err
     if model != "MyGPT":
         pytest.importorskip("transformers")
         line = f"model = Adapter({OTHER_MODELS[model]}.eval())\n"
@@ -447,10 +397,3 @@ def test_a_file_writes_what_the_model_writes_alone(tmp_path: Path, method: str, 
     code = f"from borrow.use_{method} import *\n{SAME}{CHECKS[method]}\n"
     ran = process(sys.executable, "-c", code, folder=tmp_path)
     assert ran.code == 0, ran.err
-
-
-@pytest.mark.parametrize("method", CHECKS)
-def test_a_bare_run_needs_only_the_files_that_are_named(tmp_path: Path, method: str) -> None:
-    copied(method, tmp_path)
-    ran = process(sys.executable, "-m", f"borrow.use_{method}", folder=tmp_path)
-    assert ran.code == 0 and ran.err == "" and ran.out.count("\n") >= 1, ran.err

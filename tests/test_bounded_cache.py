@@ -91,7 +91,7 @@ def random_case(seed: int, rows: int) -> tuple[random.Random, GPT, Tensor]:
 # --- The window -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(24))
 def test_equivalence_of_a_window_under_any_feeding(seed: int) -> None:
     rng, model, ids = random_case(seed, 3)
     ids = ids[:, : model.config.n_ctx]
@@ -100,7 +100,7 @@ def test_equivalence_of_a_window_under_any_feeding(seed: int) -> None:
     check_any_feeding(model, ids, expected, SlidingWindowCache(window, sinks), seed)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_equivalence_of_windowed_text_past_the_context(seed: int) -> None:
     rng, model, ids = random_case(seed, 2)
     n = 2 * model.config.n_ctx
@@ -163,9 +163,7 @@ def test_a_full_ring_that_fails_in_its_last_layer_goes_on(sinks: int, more: int,
             assert_close(model(ids[:, t : t + 1], cache), expected[:, t : t + 1], torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("held", "fed"), [(0, 1), (0, 6), (0, 9), (4, 1), (4, 2), (7, 1), (9, 1), (9, 5)]
-)
+@pytest.mark.parametrize(("held", "fed"), [(0, 9), (4, 1), (4, 2), (7, 1), (9, 1), (9, 5)])
 @pytest.mark.parametrize("frozen", [0, 2])
 def test_gradients_through_a_window_are_those_of_one_pass(held: int, fed: int, frozen: int) -> None:
     """Of the new tokens: the held ones are constants. The lower layers may be frozen, or none."""
@@ -240,7 +238,7 @@ def test_identity_of_the_parallel_form_and_of_any_feeding_with_the_recurrence(
     expected = torch.cat([recurrence(model, row) for row in ids.split(1)])
     slots, _ = model.h[0].memory.empty(ids)
     assert slots.keys.any() == config.random_start
-    for chunk in (1, 7, 64, 1000):
+    for chunk in (1, 7, 1000):
         monkeypatch.setattr(WriteMemory, "chunk", chunk)
         assert_close(model(ids), expected, torch.float32, AMPLIFIED[config.rule])
         check_any_feeding(
@@ -310,11 +308,10 @@ def test_gradients_of_bct_are_those_of_the_recurrence(config: BCTConfig) -> None
 EMPTY = replace(SMALL_BCT, recent=8, slots=24)
 
 
-@pytest.mark.parametrize("config", [SMALL_BCT, PAPER, VARIANTS[-2], EMPTY])
-def test_gradients_of_bct_reach_every_parameter_and_are_finite(config: BCTConfig) -> None:
-    model = model_of(config).requires_grad_(True)
+def test_gradients_of_bct_reach_every_parameter_and_are_finite() -> None:
+    model = model_of(EMPTY).requires_grad_(True)
     for block in model.h:
-        block.memory.addresses.data *= 40 if config is EMPTY else 1
+        block.memory.addresses.data *= 40
     F.cross_entropy(model(ids_of(2, 90)).flatten(0, 1), ids_of(180)).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad.isfinite().all() and parameter.grad.abs().max() > 0, name

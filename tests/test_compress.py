@@ -12,14 +12,12 @@ import compress
 from compress import CompressedCache, QuantizedCache, SmallNormCache, dequantize, quantize
 from gpt_kv_cache import GPTConfig, KVCache
 from studies.compression.study import ChanceCache
-from tests.helpers import of_kind
+from tests.helpers import of_kind, refused, run
 from tests.test_equivalence import (
     assert_close,
     check_any_feeding,
-    failing,
     feed_in_chunks,
     model_of,
-    parts_of,
 )
 from tests.test_kv_cache import allocated, ids_of, same, tensors_of
 
@@ -82,30 +80,8 @@ def test_equivalence_of_every_kind_with_what_it_stands_for(model: nn.Module, way
         assert_close(logits[:, :9], expected[:, :9], torch.float32)
         assert logits.isfinite().all() and len(cache) == 64
         assert cache.nbytes < whole.nbytes
-
-
-@every_way
-@pytest.mark.parametrize("n", [0, 30])
-def test_every_kind_survives_a_failed_pass_and_has_clones(
-    model: nn.Module, way: str, n: int
-) -> None:
-    ids, cache = ids_of(2, 64), compress.CACHES[way].new_cache(64)
-    if n:
-        model(ids[:, :n], cache)
-    nbytes = cache.nbytes
-    expected = model(ids[:, n:], cache.clone())
-    for part in parts_of(model):
-        for T in (3, 1):
-            with failing(model, part, nan=True):
-                model(ids[:, n : n + T], cache)
-            assert len(cache) == n and cache.nbytes == nbytes
-    assert_close(model(ids[:, n:], cache), expected, torch.float32)
-
-
-@every_way
-def test_every_kind_refuses_another_batch(model: nn.Module, way: str) -> None:
-    cache = compress.CACHES[way].new_cache(64)
-    model(ids_of(2, 9), cache)
+    cache.truncate(0)
+    model(ids[:, :9], cache)
     with pytest.raises(ValueError, match=r"\[2, .* got \[3, "):
         model(ids_of(3, 2), cache)
 
@@ -114,7 +90,7 @@ def test_every_kind_refuses_another_batch(model: nn.Module, way: str) -> None:
 
 
 @pytest.mark.parametrize("new_cache", EXACT.values(), ids=EXACT)
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_cache_that_compresses_nothing_is_the_growing_cache(
     model: nn.Module, new_cache: Callable[[], KVCache], seed: int
 ) -> None:
@@ -123,13 +99,7 @@ def test_a_cache_that_compresses_nothing_is_the_growing_cache(
 
 
 @every_lossy_one
-def test_a_prompt_read_at_once_is_read_exactly(model: nn.Module, new_cache: Callable) -> None:
-    ids = ids_of(2, 64)
-    torch.testing.assert_close(model(ids, new_cache()), model(ids))
-
-
-@every_lossy_one
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_what_is_held_does_not_depend_on_how_a_text_is_cut(new_cache: Callable, seed: int) -> None:
     kv = torch.randn(3, 2, 2, 2, 40, 8)
     one, other = feed(new_cache(), kv, seed), feed(new_cache(), kv, seed + 100)
@@ -179,8 +149,7 @@ def test_keys_share_a_scale_per_channel_of_a_group_and_values_per_token(bits: in
             torch.testing.assert_close(got[1, 0, h, t], rounded(values[h, t]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize(("bits", "dtype"), [(2, torch.float32), (8, torch.bfloat16)])
 def test_bytes_follow_the_formula(bits: int, dtype: torch.dtype) -> None:
     L, B, H, T, D, group, residual = 3, 2, 2, 23, 8, 4, 5
     cache = feed(QuantizedCache(bits, group, residual), torch.randn(L, 2, B, H, T, D).to(dtype), 0)
@@ -202,18 +171,6 @@ def test_truncate_leaves_what_was_rounded_rounded() -> None:
         assert torch.equal(held(cache, 0), before[..., :n, :])
     cache.truncate(0)
     assert len(cache) == cache.nbytes == 0
-
-
-@pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("dim", [-1, -2])
-def test_a_range_above_what_half_precision_holds_is_rounded_too(bits: int, dim: int) -> None:
-    x = torch.linspace(-65504, 65504, 32).to(torch.float16).reshape(1, 1, 1, 4, 8)
-    x[..., 0, :], x[..., 0] = 65504, -65504
-    x[..., 1, :], x[..., 1] = -65504, 65504
-    got = dequantize(*quantize(x, bits, dim), bits)
-    step = 2 * 65504 / (2**bits - 1)
-    assert got.dtype == torch.float16
-    assert (got.double() - x.double()).abs().max() < 0.51 * step
 
 
 # --- Eviction -------------------------------------------------------------------------------------
@@ -240,25 +197,9 @@ def test_of_keys_of_nearly_equal_norm_the_latest_stay() -> None:
     key = torch.stack([angle.cos(), angle.sin()], dim=1) * 1.3
     assert len(key.norm(dim=1).unique()) > 1
     kv = torch.stack([key, torch.arange(T)[:, None].expand(T, 2)])[None, :, None, None]
-    for seed in range(4):
+    for seed in range(2):
         tokens = held(feed(SmallNormCache(keep, recent), kv, seed), 0)[1, 0, 0, :, 0]
         assert tokens.tolist() == [*range(T - recent - keep, T)]
-
-
-@torch.no_grad()
-def test_any_feeding_keeps_the_same_tokens_up_to_the_first_layer_that_evicts(
-    model: nn.Module,
-) -> None:
-    ids = torch.tensor([[3, 7, 3, 3, 9, 7, 3, 5] * 8])  # equal tokens, whose norms tie in a Llama
-    for skip in (0, 1):
-        kept = []
-        for cuts in ([], [*range(1, 64)], [5, 30, 31, 50]):
-            cache = SmallNormCache(keep=6, recent=4, skip=skip)
-            feed_in_chunks(model, ids, cuts, cache)
-            kept.append([held(cache, layer) for layer in range(skip + 1)])
-        for other in kept[1:]:
-            for here, there in zip(kept[0], other, strict=True):
-                assert_close(here, there, torch.float32)
 
 
 def test_an_evicting_cache_goes_back_only_while_nothing_is_evicted() -> None:
@@ -309,39 +250,26 @@ def test_what_cannot_be_is_refused(make: Callable, says: str) -> None:
 
 
 def test_a_bare_run_compares_the_caches(capsys: pytest.CaptureFixture[str]) -> None:
-    compress.main(["--tokens", "160", "--device", "cpu"])
+    compress.main(["--tokens", "128", "--device", "cpu"])
     lines = [
         line.rsplit(maxsplit=4) for line in capsys.readouterr().out.splitlines() if "%" in line
     ]
     apart = {name.strip(): float(nats) for name, _, nats, *_ in lines}  # bytes, nats, same, ms
     assert apart["full"] == apart["full, preallocated"] == 0
     assert apart["2 bits"] > apart["4 bits"] > apart["8 bits"]
-    with pytest.raises(SystemExit):
-        compress.main(["--tokens", "100000"])
-    assert "--tokens 100000: the context of pocket holds 1280" in capsys.readouterr().err
+    refused(run(compress.main, "--tokens", 100_000), "--tokens 100000: the context of pocket holds")
 
 
 def test_keys_and_values_may_have_different_bits() -> None:
     kv = torch.randn(1, 2, 2, 3, 64, 8)
-    caches = {}
-    for name, bits in {"both": (2, 2), "keys": (8, 2), "exact": (32, 2)}.items():
-        caches[name] = feed(QuantizedCache(bits[0], residual=0, value_bits=bits[1]), kv, 0)
-    parts = {name: held(cache, 0) for name, cache in caches.items()}
-    for other in ("keys", "exact"):  # values are the same, and keys nearer
-        assert same([parts["both"][1]], [parts[other][1]])
-    errors = [float((parts[name][0] - kv[0, 0]).norm()) for name in ("both", "keys", "exact")]
+    caches = [feed(QuantizedCache(bits, residual=0, value_bits=2), kv, 0) for bits in (2, 8, 32)]
+    coarse, fine, exact = (held(cache, 0) for cache in caches)
+    assert torch.equal(coarse[1], fine[1]) and torch.equal(coarse[1], exact[1])
+    errors = [float((keys - kv[0, 0]).norm()) for keys, _ in (coarse, fine, exact)]
     assert errors[0] > 10 * errors[1] > 0 == errors[2]
-    assert caches["both"].nbytes < caches["keys"].nbytes < caches["exact"].nbytes
+    assert caches[0].nbytes < caches[1].nbytes < caches[2].nbytes
     with pytest.raises(ValueError, match="got 3"):
         QuantizedCache(4, value_bits=3)
-
-
-def test_chance_keeps_the_first_four_and_says_nothing_of_the_others() -> None:
-    kv = torch.randn(1, 2, 1, 1, 400, 8)
-    kept = held(feed(ChanceCache(keep=104, recent=16), kv, 0), 0)[0, 0, 0]
-    places = (kept[:, None] == kv[0, 0, 0, 0]).all(-1).nonzero()[:, 1]
-    assert places[:4].tolist() == [0, 1, 2, 3] and places[-16:].tolist() == [*range(384, 400)]
-    assert len(places) == 120 and 140 < float(places[4:-16].float().mean()) < 250
 
 
 def test_write_says_where_the_exact_text_differs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -354,11 +282,9 @@ def test_write_says_where_the_exact_text_differs(capsys: pytest.CaptureFixture[s
     assert exact.partition(":]\n")[2].strip() in capsys.readouterr().out
 
 
-def test_a_text_of_ones_own_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_text_of_ones_own_is_compared(tmp_path: Path) -> None:
     path = tmp_path / "mine.txt"
     path.write_text("The baker of Tolben opens the door at six. " * 20)
-    compress.main(["--text", str(path), "--tokens", "128", "--device", "cpu"])
-    assert f"From {path}, 1 x 128 tokens" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        compress.main(["--text", str(path), "--tokens", "1200"])
-    assert "--tokens is 1200" in capsys.readouterr().err
+    ran = run(compress.main, "--text", path, "--tokens", 128, "--device", "cpu")
+    assert f"From {path}, 1 x 128 tokens" in ran.out, ran.err
+    refused(run(compress.main, "--text", path, "--tokens", 1200), "--tokens is 1200")

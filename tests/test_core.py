@@ -8,15 +8,12 @@ import numpy as np
 import pytest
 
 from studies import core
-from studies.claims import SOURCES
 from studies.core import (
     Figure,
     Rows,
-    curves_of,
     judge_claims,
     judge_rule,
     page_of,
-    plot_curves,
     points_over,
     reduce_values,
     report,
@@ -234,30 +231,3 @@ def test_a_curve_over_a_part_of_the_setting_is_of_one_setting(rows: Rows) -> Non
         rows.add_values("old", {"size": size, "by": "hand"}, share=[size / 10])
     assert [x for x, *_ in points_over(rows, "old", "share", "size", {"by": "hand"})] == [2, 4]
     assert points_over(rows, "old", "share", "size", {}) == []
-
-
-def test_no_two_kinds_look_alike_and_joined_points_have_names(rows: Rows) -> None:
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    for kind in "abcdefghij":
-        for value in ("8", "16:4"):
-            rows.add_values(f"{kind}:{value}", {}, share=[0.5], time=[1.0])
-    words = {"b": "the second kind", "c": "the third"}
-    definition = {"ways": ["[a-j]:.*"], "x": "time", "y": "share", "legend": words}
-    curves, kinds = curves_of(rows, definition), {"g": 0}
-    image, axes = pyplot.subplots()
-    plot_curves(curves, kinds, axes)
-    lines, labels = axes.get_legend_handles_labels()
-    assert labels == ["a", "the second kind", "the third", *"defghij"]
-    assert len({(line.get_color(), line.get_marker()) for line in lines}) == 10
-    assert [text.get_text() for text in axes.texts] == ["8", "16:4"] * 10
-    assert kinds["g"] == 0 and kinds["j"] == 9
-    pyplot.close(image)
-
-
-def test_legends_name_curves_that_there_are() -> None:
-    for study in (study for studies in SOURCES.values() for study in studies):
-        rows = Rows(study)
-        for name, definition in rows.definition.get("figures", {}).items():
-            words = definition.pop("legend", {})
-            labels = {label for label, _ in curves_of(rows, definition)}
-            assert labels >= {*words}, f"{study}, {name}"

@@ -197,12 +197,6 @@ def assert_close(got: Tensor, expected: Tensor, dtype: torch.dtype, amplified: f
     assert found < amplified * TOLERANCE[dtype], f"{found:.2e}"
 
 
-def assert_close_in_half(got: Tensor, expected: Tensor, exact: Tensor) -> None:
-    """Weights this large amplify rounding from layer to layer: compare with what rounding alone does."""
-    rounding = difference(expected, exact)
-    assert difference(got, expected) < 3 * max(TOLERANCE[got.dtype], rounding)
-
-
 def model_pair(seed: int, **geometry: int) -> tuple:
     """The same random weights in both files' models."""
     baseline = model_of(gpt_baseline.GPTConfig(**geometry), seed)
@@ -218,7 +212,7 @@ def feed_in_chunks(model: torch.nn.Module, ids: Tensor, cuts: list[int], cache: 
     )
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(24))
 def test_equivalence_of_logits_under_any_feeding(seed: int) -> None:
     rng = random.Random(seed)
     geometry = random_geometry(rng)
@@ -233,7 +227,7 @@ def test_equivalence_of_logits_under_any_feeding(seed: int) -> None:
     check_any_feeding(cached, ids, expected, KVCache(), seed)
 
 
-@pytest.mark.parametrize("seed", range(20, 34))
+@pytest.mark.parametrize("seed", range(20, 28))
 def test_equivalence_of_greedy_text_past_the_context(seed: int) -> None:
     rng = random.Random(seed)
     geometry = random_geometry(rng)
@@ -248,7 +242,7 @@ def test_equivalence_of_greedy_text_past_the_context(seed: int) -> None:
     assert torch.equal(text(gpt_kv_cache.generate(cached, ids, n, cache=cache)), expected)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_equivalence_of_sampled_text(seed: int) -> None:
     models = model_pair(seed, **TINY)
     ids = torch.randint(50, (2, 3))
@@ -301,58 +295,58 @@ def test_context_forgets_its_oldest_half_when_full(module: ModuleType) -> None:
         for n in range(1, 100):
             start = module.context_start(n, n_ctx)
             assert 1 <= n - start <= n_ctx
-            assert module.context_start(n, math.inf) == 0
+
+
+class Scripted:
+    """Stands for a model: it writes what it is told, a list of tokens for each row."""
+
+    context = math.inf
+    new_cache = KVCache
+
+    def __init__(self, *rows: list[int]) -> None:
+        self.steps = iter(torch.tensor(rows).T)
+
+    def __call__(self, *_: object, **__: object) -> Tensor:
+        return F.one_hot(next(self.steps), 10).float()[:, None]
 
 
 @every_file
 def test_stop_ids_end_each_row_and_then_the_batch(module: ModuleType) -> None:
-    ids = torch.tensor([[1, 2], [3, 4]])
-    config = module.GPTConfig(**TINY | {"vocab_size": 12, "n_ctx": 64})
-    for seed in range(100):  # to one whose rows come to a common token, and vary before and after
-        model = model_of(config, seed)
-        one, two = free = text(module.generate(model, ids, 40)).tolist()
-        both = [token for token in {*one} & {*two} if one.index(token) != two.index(token)]
-        if both and min(len({*one}), len({*two})) > 4:
-            break
-    stop = max(both, key=lambda token: min(one.index(token), two.index(token)))
-    ends = [row.index(stop) for row in free]
-    stopped = text(module.generate(model, ids, 40, stop_ids=[stop])).tolist()
-    assert 0 < min(ends) < max(ends) and len(stopped[0]) == max(ends) + 1
-    for row, free_row, end in zip(stopped, free, ends, strict=True):
-        assert row == free_row[:end] + [stop] * (max(ends) + 1 - end)
-    stops = (one[0], two[1])  # of several, a row repeats its first
-    ends = [min(row.index(token) for token in stops if token in row) for row in free]
-    stopped = text(module.generate(model, ids, 40, stop_ids={*stops})).tolist()
-    for row, free_row, end in zip(stopped, free, ends, strict=True):
-        assert row == free_row[:end] + [free_row[end]] * (max(ends) + 1 - end)
-    after_one = torch.tensor([[1, stop], [3, stop]])  # a prompt's ends nothing
-    begun, free_begun = [
-        text(module.generate(model, after_one, 2, stop_ids=ends)) for ends in ([stop], ())
-    ]
-    assert torch.equal(begun[:, :1], free_begun[:, :1])
+    prompt = torch.tensor([[1, 7], [3, 7]])  # a stop token there ends nothing
+    rows = [5, 7, 1, 2, 3], [4, 4, 6, 7, 8]
+    for stop_ids, expected in (
+        ([], [*rows]),
+        ([7], [[5, 7, 7, 7], [4, 4, 6, 7]]),
+        ({5, 6}, [[5, 5, 5], [4, 4, 6]]),  # of several, a row repeats its first
+        ([5], [[5] * 5, rows[1]]),
+    ):
+        tokens = module.generate(Scripted(*rows), prompt, 5, stop_ids=stop_ids)
+        assert text(tokens).tolist() == expected
 
 
 @every_file
 def test_sampling_follows_the_softmax_of_the_best_k(module: ModuleType) -> None:
-    logits = torch.tensor([[0.0, 2.0, 1.0, -1.0]]).repeat(20_000, 1)
+    logits = torch.tensor([[0.0, 2.0, 1.0, -1.0]]).repeat(5_000, 1)
 
     def frequencies(temperature: float, top_k: int | None) -> Tensor:
         drawn = module.sample(logits, temperature, top_k, torch.Generator().manual_seed(0))
         return torch.bincount(drawn[:, 0], minlength=4) / len(drawn)
 
-    for temperature in (0.5, 1.0, 3.0):
-        expected = torch.softmax(logits[0] / temperature, dim=-1)
-        torch.testing.assert_close(frequencies(temperature, None), expected, atol=0.02, rtol=0)
-        torch.testing.assert_close(frequencies(temperature, 99), expected, atol=0.02, rtol=0)
-        best = torch.softmax(torch.tensor([-math.inf, 2.0, 1.0, -math.inf]) / temperature, dim=-1)
-        torch.testing.assert_close(frequencies(temperature, 2), best, atol=0.02, rtol=0)
+    best_two = torch.tensor([-math.inf, 2.0, 1.0, -math.inf])
+    for temperature, top_k, kept in (
+        (0.5, None, logits[0]),
+        (3.0, 99, logits[0]),
+        (3.0, 2, best_two),
+    ):
+        expected = torch.softmax(kept / temperature, dim=-1)
+        found = frequencies(temperature, top_k)
+        torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
     for temperature, top_k in ((0.0, None), (1e-6, None), (1.0, 1)):
         assert frequencies(temperature, top_k)[1] == 1
 
 
 @every_file
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(("temperature", "bad"), [(0.0, math.nan), (0.8, math.inf)])
 def test_logits_that_are_not_finite_are_one_sentence(
     module: ModuleType, temperature: float, bad: float
 ) -> None:
@@ -364,11 +358,6 @@ def test_logits_that_are_not_finite_are_one_sentence(
             module.sample(broken, temperature, 1, None)
     with pytest.raises(ValueError, match="logits aren't finite"):
         module.sample(torch.full((1, 3), -math.inf), temperature, None, None)
-    model = model_of(module.GPTConfig(**TINY), 0)
-    with torch.no_grad():
-        model.ln_f.weight.fill_(3e38)  # finite, as a loader asks
-    with pytest.raises(ValueError, match="logits aren't finite"):
-        next(module.generate(model, torch.tensor([[1, 2]]), 2, temperature=temperature))
 
 
 @every_file

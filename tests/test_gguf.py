@@ -13,14 +13,13 @@ from benchmarks import llama_cpp
 from benchmarks.llama_cpp import permuted
 from formats import gguf_files
 from formats.chat import encode_question, question_form
-from formats.tokenizers import LLAMA3_PATTERN
 from gpt_kv_cache import generate
 from llama_kv_cache import KVCache, main
 from load_gpt2_weights import load_model, load_tokenizer
 from tests.helpers import LLAMA3, random_llama, refused, run
 from tests.test_equivalence import assert_close, check_any_feeding
 from tests.test_kv_cache import ids_of
-from tests.test_llama import CHATML, MORE_TEXTS, TEXTS, corpus, real_form
+from tests.test_llama import CHATML, TEXTS, corpus, real_form
 
 pytestmark = pytest.mark.slow  # gguf is one of CI's packages
 gguf = pytest.importorskip("gguf")
@@ -221,33 +220,3 @@ def test_smollm2_equals_transformers_reading_of_the_file(smollm2: Path) -> None:
     assert_close(model(ids, KVCache()), expected(ids).logits, torch.float32)
     new = [int(token) for token in generate(model, ids, 12, stop_ids=tokenizer.end_ids)]
     assert tokenizer.decode(new) == "The capital of France is Paris.<|im_end|>"
-
-
-def test_smollm2s_ids_are_those_of_the_tokenizers_library(smollm2: Path) -> None:
-    """On its real vocabulary, in the form of its public tokenizer.json."""
-    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-
-    ours, reader = load_tokenizer("smollm2"), gguf_files.read_gguf(smollm2)
-    tokens = gguf_files.value(reader, "tokenizer.ggml.tokens")
-    merges = [tuple(m.split(" ")) for m in gguf_files.value(reader, "tokenizer.ggml.merges")]
-    library = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    library.pre_tokenizer = pre_tokenizers.Sequence([digits, level])
-    special = [AddedToken(name, normalized=False) for name in sorted(ours.special_tokens_set)]
-    library.add_special_tokens(special)
-    lines = [line for whole in corpus() for line in whole.splitlines(keepends=True)]
-    compared = 0
-    for text in [*TEXTS, *MORE_TEXTS, *lines, encoded_form(ours)]:
-        if ours.missing_bytes.isdisjoint(text.encode()):
-            assert ours.encode(text, allowed_special="all") == library.encode(text).ids, text
-            compared += 1
-    assert compared > 5_000 and ours.n_vocab == 49_152
-
-
-def encoded_form(tokenizer: Any) -> str:
-    return question_form(tokenizer).replace("{}", "naïve 東京 12345?")
-
-
-def test_the_pattern_of_qwen_is_llamas_with_single_digits() -> None:
-    assert gguf_files.QWEN_PATTERN.count(r"|\p{N}|") == 1 and r"\p{N}{1,3}" in LLAMA3_PATTERN

@@ -6,11 +6,11 @@ import math
 import re
 import shutil
 import unicodedata
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jinja2
 import pytest
 import torch
 
@@ -45,12 +45,17 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
 for kind in ("Qwen2", "Qwen3", "Mistral"):  # other types that llama_kv_cache.py serves
     window = {} if kind != "Mistral" else {"sliding_window": None}
     GEOMETRIES[kind] = {"kind": kind, "head_dim": 20} | window
-    GEOMETRIES[f"{kind}, untied"] = GEOMETRIES[kind] | {"tie_word_embeddings": False}
-    GEOMETRIES[f"{kind}, 1 to 1"] = GEOMETRIES[kind] | {"num_key_value_heads": 4, "head_dim": 12}
-    wide = {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}
-    GEOMETRIES[f"{kind}, a window of the context"] = GEOMETRIES[kind] | wide
-    theta = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rms_norm_eps": 0.1}
-    GEOMETRIES[f"{kind}, another theta and epsilon"] = GEOMETRIES[kind] | theta
+    GEOMETRIES[f"{kind}, otherwise"] = {
+        "kind": kind,
+        "tie_word_embeddings": False,
+        "num_key_value_heads": 4,
+        "head_dim": 12,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "rms_norm_eps": 0.1,
+        "sliding_window": 64,  # as long as the context
+        "use_sliding_window": True,
+        "max_window_layers": 1,
+    }
 
 
 def reference(folder: Path, shards: bool = False, **geometry: Any) -> Any:
@@ -170,8 +175,6 @@ def changed(folder: Path, **fields: Any) -> str:
     [
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"attention_bias": True}, "attention_bias is True"),
-        ({"mlp_bias": True}, "mlp_bias is True"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"sliding_window": 16}, "sliding_window is 16, and must be null or at least"),
         ({"model_type": "mistral", "max_position_embeddings": 8192}, "sliding_window is 4096"),
         (
@@ -182,20 +185,15 @@ def changed(folder: Path, **fields: Any) -> str:
         ({"model_type": "qwen3"}, "q_norm.weight is missing"),
         ({"model_type": "qwen2"}, "q_proj.bias is missing"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "factor is 0.5"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type is 'yarn'"),
         ({"rope_parameters": LLAMA3 | {"factor": None}}, "factor must be a finite number"),
         (
             {"rope_parameters": LLAMA3 | {"low_freq_factor": 4.0}},
             "4.0, must be less than high_freq_factor, 4.0",
         ),
-        ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta must be a finite number"),
         ({"num_key_value_heads": 3}, "n_kv_head is 3, n_head 4"),
-        ({"max_position_embeddings": 0}, "config.json: n_ctx must be at least 1, got 0"),
         ({"num_hidden_layers": 10**6}, "n_layer is 1000000, but the number of tensors"),
-        ({"rms_norm_eps": 0}, "rms_norm_eps must be more than 0, got 0"),
         ({"tie_word_embeddings": False}, "lm_head.weight is missing"),
-        ({"model_type": "gemma3_text"}, "model_type is 'gemma3_text'"),
         ({"model_type": "qwen3_moe"}, "model_type is 'qwen3_moe'"),
     ],
 )
@@ -273,8 +271,9 @@ MORE_TEXTS = [
 QWEN_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
-def real_form(kind: str, folder: Path) -> Any:
-    """Train a tokenizer in the exact form of SmolLM2's, Llama 3's or Qwen's, write it, and return it."""
+@cache
+def trained_form(kind: str) -> tuple[str, list[str]]:
+    """Train a tokenizer in the exact form of SmolLM2's, Llama 3's or Qwen's; return its file, and its end tokens."""
     from tokenizers import (
         Regex,
         Tokenizer,
@@ -317,8 +316,17 @@ def real_form(kind: str, folder: Path) -> Any:
             f"{special[0]} $A", special_tokens=[(special[0], begin)]
         )
         tokenizer.post_processor = processors.Sequence([processors.ByteLevel(), template])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    ends = [tokenizer.token_to_id(token) for token in special[1:3]]
+    return tokenizer.to_str(), special[1:3]
+
+
+def real_form(kind: str, folder: Path) -> Any:
+    """Write a tokenizer in the exact form of a kind, and return it."""
+    from tokenizers import Tokenizer
+
+    text, end_tokens = trained_form(kind)
+    (folder / "tokenizer.json").write_text(text)
+    tokenizer = Tokenizer.from_str(text)
+    ends = [tokenizer.token_to_id(token) for token in end_tokens]
     vocab_size = tokenizer.get_vocab_size()
     config = {"model_type": "llama", "vocab_size": vocab_size, "eos_token_id": ends[0]}
     (folder / "config.json").write_text(json.dumps(config))
@@ -327,9 +335,9 @@ def real_form(kind: str, folder: Path) -> Any:
 
 
 def corpus() -> list[str]:
-    """Texts of many kinds: this project's stories, code and pages."""
+    """Texts of many kinds: this project's code and pages."""
     root = Path(loader.__file__).parent
-    files = [*root.glob("*.py"), root / "README.md", root / "chapters" / "glossary.md"]
+    files = [*root.glob("gpt_*.py"), root / "README.md", root / "chapters" / "glossary.md"]
     return [file.read_text("utf-8") for file in files] + TEXTS
 
 
@@ -386,7 +394,7 @@ def test_ids_are_those_of_the_tokenizers_library_on_llama_3s_real_vocabulary(
     expected.save(str(tmp_path / "tokenizer.json"))
     again = loader.load_tokenizer(str(tmp_path))
     lines = [line for whole in corpus() for line in whole.splitlines(keepends=True)]
-    paragraphs = [whole[at : at + 3_000] for whole in corpus() for at in (0, 10_000, 20_000)]
+    paragraphs = [whole[at : at + 3_000] for whole in corpus() for at in (0, 10_000)]
     for text in [*TEXTS, *MORE_TEXTS, *lines, *paragraphs, "<|begin_of_text|>a<|eot_id|>\n\nb"]:
         ids = expected.encode(text).ids
         assert ours.encode(text, allowed_special="all") == [128_000, *ids], text
@@ -395,20 +403,6 @@ def test_ids_are_those_of_the_tokenizers_library_on_llama_3s_real_vocabulary(
     assert ours.n_vocab == 128_256 and ours.end_ids == (128_001, 128_009)
     for name, number in (("begin_of_text", 128_000), ("eot_id", 128_009), ("python_tag", 128_010)):
         assert ours.added_ids[f"<|{name}|>"] == number  # as the model card has them
-
-
-@pytest.mark.slow
-def test_llama_3s_file_needs_every_rank_and_an_end(llama3_file: Path, tmp_path: Path) -> None:
-    write_llama3(tmp_path)
-    lines = llama3_file.read_text().splitlines()
-    for content, said in (
-        ("\n".join(lines[1:]), "every rank from 0 on once"),
-        ("\n".join(lines[:1000]), "is no special token"),
-        ("not a vocabulary", "is not a tiktoken file"),
-    ):
-        (tmp_path / "tokenizer.model").write_text(content)
-        with pytest.raises(ValueError, match=said):
-            loader.load_tokenizer(str(tmp_path))
 
 
 def test_a_character_without_a_token_is_one_sentence(tmp_path: Path) -> None:
@@ -460,21 +454,6 @@ HEADERS = (  # of Meta-Llama-3-8B-Instruct's
 )
 
 
-@pytest.mark.parametrize(("kind", "template"), [("SmolLM2", CHATML), ("Llama 3", HEADERS)])
-def test_a_question_has_the_form_of_the_published_template(
-    kind: str, template: str, tmp_path: Path
-) -> None:
-    library = real_form(kind, tmp_path)
-    ours = loader.load_tokenizer(str(tmp_path))
-    begin = "".join(library.id_to_token(i) for i in beginning_tokens(ours))
-    rendered = jinja2.Template(template).render
-    for text in ("Why is the sky blue?", "{braces} {0}\n\nand a line"):
-        messages = [{"role": "user", "content": text}]
-        expected = rendered(messages=messages, bos_token=begin, add_generation_prompt=True)
-        assert begin + question_form(ours).replace("{}", text) == expected
-        assert encode_question(text, ours) == library.encode(expected, add_special_tokens=False).ids
-
-
 QWEN3 = (  # what Qwen3's template does with a first question, and two things that others do
     "{%- if messages[0].role == 'system' %}\n    {{- 'unused' }}\n{%- endif %}\n"
     "{%- set ns = namespace(last=messages|length - 1) %}\n{%- for message in messages[::-1] %}"
@@ -519,18 +498,21 @@ TURNS = (  # templates that show all turns alike
 )
 
 
-@pytest.mark.parametrize("template", [*TURNS, None])
+@pytest.mark.parametrize(
+    ("kind", "template"),
+    [*(("Qwen", template) for template in TURNS), ("SmolLM2", CHATML), ("Llama 3", TURNS[2])],
+)
 @pytest.mark.parametrize("system", ["", "Answer in one word."])
 def test_a_conversation_has_the_form_of_its_template(
-    template: str | None, system: str, tmp_path: Path
+    kind: str, template: str, system: str, tmp_path: Path
 ) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    library = real_form("SmolLM2" if template is None else "Qwen", tmp_path)
-    if template is not None:
+    library = real_form(kind, tmp_path)
+    if kind == "Qwen":  # the others' are known by their tokens
         (tmp_path / "chat_template.jinja").write_text(template)
     form = chat_form(loader.load_tokenizer(str(tmp_path)), system)
-    theirs = PreTrainedTokenizerFast(tokenizer_object=library, chat_template=template or CHATML)
+    theirs = PreTrainedTokenizerFast(tokenizer_object=library, chat_template=template)
     messages = [{"role": "system", "content": system}] if system else []
     ours = form.header
     for number in range(3):
@@ -565,7 +547,7 @@ def test_a_template_that_shows_no_question_is_one_sentence(
 
 
 @pytest.mark.parametrize("kind", ["SmolLM2", "Llama 3"])
-@pytest.mark.parametrize("typed", ["{0}\n{1}system", "{2}a {2}", "a{1}{0} {1}{2}\n\n", "{3}{4}"])
+@pytest.mark.parametrize("typed", ["{0}\n{1}system", "a{1}{0} {1}{2}\n\n", "{3}{4}"])
 def test_what_is_typed_is_text(kind: str, typed: str, tmp_path: Path) -> None:
     library = real_form(kind, tmp_path)
     ours = loader.load_tokenizer(str(tmp_path))

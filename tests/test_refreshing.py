@@ -9,16 +9,12 @@ import torch
 from torch import Tensor
 
 from formats.chat import FIXED_FORMS
-from gpt_bounded_cache import PreallocatedCache
 from gpt_kv_cache import GPT, KVCache, generate
 from load_gpt2_weights import load_tokenizer
 from overfill import (
     Periodic,
-    ProbeKL,
     RefreshedPair,
-    generate_refreshed,
 )
-from pair import load_pair
 from pocket.evaluation import token_losses
 from studies.core import Rows
 from studies.refreshing import study as refreshing
@@ -32,7 +28,6 @@ from studies.refreshing.study import (
     add_variational_identity,
     count_firings,
     refresh_as_published,
-    threshold_for,
 )
 from support.statistics import entropy, kl
 from support.timing import TimedText
@@ -60,25 +55,12 @@ def texts_of(rows: Rows, teacher: GPT, student: GPT, ids: Tensor, n: int) -> Tex
     return Texts(rows, models, {"valid": ids, "test": ids}, n, {"trained": "here"})
 
 
-def test_a_threshold_meets_its_budget() -> None:
-    signals = torch.rand(20, 1000, generator=torch.Generator().manual_seed(0))
-    count = 1000 * count_firings(signals, threshold_for(signals, 40, 16), 16) / signals.numel()
-    assert 0.8 * 40 <= count <= 40
-
-
 def test_firings_are_those_of_a_gate() -> None:
     signals = torch.tensor([[9, 9, 0, 9, 9, 9, 9, 0, 0, 9.0], [0, 0, 0, 0, 0, 9, 0, 0, 0, 0]])
     assert count_firings(signals, 5.0, 1) == 7 + 1
     # 4, 7 and 10: not before a cooldown from the start.
     assert count_firings(signals, 5.0, 3) == 3 + 1
     assert count_firings(signals, 10.0, 1) == 0
-
-
-def test_a_preallocated_cache_is_a_cache(teacher, student) -> None:
-    for policy in (Periodic(5, window=2, reads_window=True), ProbeKL(2.0, every=4, cooldown=4)):
-        plain, _ = run(teacher, student, prompts(3), 30, policy)
-        pair = RefreshedPair(teacher, student, prompts(3), lambda: PreallocatedCache(39))
-        assert torch.equal(torch.cat(list(generate_refreshed(pair, 30, policy)), 1), plain)
 
 
 def test_rows_are_figures_of_what_is_written(rows, teacher, student) -> None:
@@ -171,17 +153,6 @@ def test_times_measured_later_are_scaled_to_the_recorded_speed(
         for name in ("time", "first_ms", "tps")
     ]
     assert found == [1, pytest.approx(250), pytest.approx(20)]
-
-
-def test_more_texts_have_rows_of_their_own(rows, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refreshing, "MORE_TEXTS", 3)
-    teacher, student, tokenizer = load_pair("pocket", "pocket-student")
-    texts = texts_of(rows, teacher, student, prompts(2), 4)
-    texts.tokenizer = tokenizer
-    refreshing.add_more_texts(texts)
-    found = rows.find("none", "perplexity", trained="here", texts=3, mode="greedy")
-    assert found["n"] == 3 and "3 held-out prompts" in str(found["on"])
-    assert rows.find("none", "perplexity", trained="here") is None
 
 
 def test_by_the_source_s_own_speed_a_pass_for_every_burst_costs_an_eighth(rows) -> None:

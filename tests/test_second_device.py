@@ -14,28 +14,20 @@ from tests.pretended_device import pretended
 
 # LLAMA stands for a folder with a small random Llama, and STUDENT for a narrower one
 RUNS = [
-    "gpt_baseline",
     "gpt_kv_cache --compare",
     "gpt_bounded_cache --memory sinks --slots 10",
     "gpt_bounded_cache --memory bct",
-    "paged serve FILE",
-    "speculate write --draft 4",
-    "overfill write --policy periodic:4",
     "overfill write --policy dropout:4:0.0001 --student pocket-student-dropout",
-    "llama_kv_cache --compare --model LLAMA",
     "paged serve FILE --model LLAMA",
     "speculate write --draft 4 --teacher LLAMA --student STUDENT",
-    "overfill write --policy probe:4:0.01 --teacher LLAMA --student STUDENT",
     "load_gpt2_weights LLAMA",
     *(
         pytest.param(command, marks=pytest.mark.slow)
         for command in (
             "compress --tokens 128",
-            "speculate write --by text",
             # two tokens: rounding makes longer texts differ in bfloat16, where a CPU has kernels of its own
             "llama_kv_cache --dtype bfloat16 --model LLAMA --max-new-tokens 2",
-            "overfill write --policy probe:4:0.01",
-            "recycle",
+            "overfill write --policy probe:4:0.01 --teacher LLAMA --student STUDENT",
             "recycle --model LLAMA",
             "projector ask 'Name the river that Hexley stands on.'",
         )

@@ -17,7 +17,6 @@ from pair import Pair
 from pocket.evaluation import token_losses
 from speculate import (
     DraftCounts,
-    Drafter,
     accept_draft,
     draft_by_student,
     draft_from_text,
@@ -43,7 +42,7 @@ def student(kind: str) -> nn.Module:
 
 
 # with a context of 40 tokens
-@pytest.mark.parametrize(("n_prompt", "k"), [(1, 3), (9, 1), (9, 45), (39, 8), (41, 3), (70, 8)])
+@pytest.mark.parametrize(("n_prompt", "k"), [(1, 3), (9, 45), (39, 8), (70, 8)])
 def test_a_verified_draft_is_the_teachers_own_text(teacher, student, n_prompt: int, k: int) -> None:
     ids = prompts(T=n_prompt)
     expected = torch.cat(list(generate(teacher, ids, 45)), 1)
@@ -106,7 +105,7 @@ def test_a_text_that_repeats_itself_is_copied(student) -> None:
 
 def test_a_draft_is_accepted_so_that_the_teachers_distribution_comes_out() -> None:
     """Leviathan et al. 2023, theorem: whatever the drafts' distribution q, the tokens are draws from p."""
-    generator, draws = torch.Generator().manual_seed(0), 6000
+    generator, draws = torch.Generator().manual_seed(0), 4000
     p = torch.tensor([[0.6, 0.3, 0.1, 0.0], [0.1, 0.1, 0.2, 0.6], [0.25] * 4]).double()
     q = torch.tensor([[0.2, 0.3, 0.2, 0.3], [0.7, 0.1, 0.1, 0.1]]).double()
     counts, lengths = torch.zeros(3, 4), torch.zeros(3)
@@ -142,18 +141,18 @@ def test_probabilities_are_those_that_sample_draws_from(
     assert torch.allclose(shares, probabilities(logits, temperature, top_k)[0].float(), atol=0.015)
 
 
-@pytest.mark.parametrize("draft", [draft_by_student, draft_from_text])
-def test_sampled_texts_have_the_teachers_distribution(draft: Drafter) -> None:
+def test_sampled_texts_have_the_teachers_distribution() -> None:
     tiny = GPTConfig(vocab_size=4, n_ctx=8, n_layer=1, n_head=1, n_embd=8)
     teacher, student, ids = model_of(tiny, 6), model_of(tiny, 7), torch.tensor([[1, 2, 1]])
     expected = torch.zeros(4, 4, 4)
     for a, b, c in product(range(4), repeat=3):
         nats = token_losses(teacher, [*ids[0].tolist(), a, b, c])[-3:].sum()
         expected[a, b, c] = (-nats).exp()
-    generator, counts, draws = torch.Generator().manual_seed(0), torch.zeros(4, 4, 4), 800
+    generator, counts, draws = torch.Generator().manual_seed(0), torch.zeros(4, 4, 4), 400
     for _ in range(draws):
         options = {"temperature": 1.0, "generator": generator}
-        counts[tuple(map(int, speculate(Pair(teacher, student, ids), 3, 2, draft, **options)))] += 1
+        pair = Pair(teacher, student, ids)
+        counts[tuple(map(int, speculate(pair, 3, 2, draft_by_student, **options)))] += 1
     chi_square = ((counts - draws * expected) ** 2 / (draws * expected)).sum()
     assert chi_square < 63 + 4 * math.sqrt(2 * 63)
 

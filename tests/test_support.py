@@ -53,7 +53,7 @@ def test_a_bare_run_means_an_action_and_a_default_depends_on_the_model(
         assert (args.action, args.max_new_tokens) == ("run", expected)
 
 
-HUGE = [2**32, 2**63, 2**64, -(2**63), 10**30, "9" * 5000, "1e3", "nan"]  # for C's integers
+HUGE = [2**32, 2**63, -(2**63), "9" * 5000, "nan"]  # for C's integers
 
 
 @pytest.mark.parametrize(
@@ -203,30 +203,6 @@ def test_a_link_stays_and_its_target_keeps_its_mode(name: str, tmp_path: Path) -
     write_text(path, "newer")
     assert target.read_text() == "newer" and stat.S_IMODE(target.stat().st_mode) == 0o604
     assert path.is_symlink() == (path != target) and [*target.parent.iterdir()] == [target]
-
-
-@pytest.mark.parametrize(
-    ("name", "wrong"),
-    [
-        ("loop", errno.ELOOP),
-        ("protected", errno.EACCES),
-        ("n" * 256, errno.ENAMETOOLONG),
-        ("protected/below", errno.ENOTDIR),
-    ],
-)
-def test_names_that_cannot_be_written_raise_and_leave_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, wrong: int
-) -> None:
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    write_text(protected := tmp_path / "protected", "old")
-    write_text(long := tmp_path / ("n" * 255), "old")
-    # root may write anything
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "protected")
-    with pytest.raises(OSError) as failed:
-        write_text(tmp_path / name, "new")
-    assert failed.value.errno == wrong
-    assert {path.name for path in tmp_path.iterdir()} == {"loop", "protected", long.name}
-    assert protected.read_text() == "old"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, OSError])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from formats.tokenizers import BYTE_LEVEL, LibraryTokenizer, byte_level_bpe, read_tokenizer_json
+from formats.tokenizers import LibraryTokenizer, byte_level_bpe, read_tokenizer_json
 from tests.test_llama import MORE_TEXTS, TEXTS, corpus
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -21,10 +21,10 @@ def write(library: Any, folder: Path, **changes: Any) -> LibraryTokenizer:
     return read_tokenizer_json(folder / "tokenizer.json")
 
 
-def trained(prefix_space: bool = False) -> Any:
+def trained() -> Any:
     """A small byte-level BPE with a control token and an ordinary added one."""
     library = tokenizers.Tokenizer(tokenizers.models.BPE())
-    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
@@ -91,12 +91,6 @@ def test_a_text_is_neither_cut_off_nor_padded(tmp_path: Path) -> None:
     library.enable_truncation(4)
     library.enable_padding(length=40)
     assert write(library, tmp_path).encode("one and two and three") == ids
-
-
-def test_a_space_before_the_first_word_is_the_librarys(tmp_path: Path) -> None:
-    library = trained(prefix_space=True)
-    assert write(library, tmp_path).encode("one") == library.encode("one").ids
-    assert BYTE_LEVEL["add_prefix_space"] is False
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from compress import CACHES, QuantizedCache, SmallNormCache
 from gpt_bounded_cache import PreallocatedCache, SlidingWindowCache
 from gpt_kv_cache import KVCache, generate
 from tests.helpers import process
-from tests.test_borrow import copied, tiny
+from tests.test_borrow import LATENT, copied, tiny
 from tests.test_equivalence import assert_close
 
 transformers = pytest.importorskip("transformers")
@@ -64,33 +64,18 @@ def test_exact_caches_write_what_transformers_own_writes(name: str, kind: str) -
     assert_close(torch.stack(again.logits), torch.stack(expected.logits), torch.float32)
 
 
-@pytest.mark.parametrize("name", ["GPT2", "Llama", "Qwen3"])
-@pytest.mark.parametrize("kind", EXACT | APPROXIMATE)
-def test_every_cache_writes_what_our_generate_writes_with_it(name: str, kind: str) -> None:
-    ids = torch.randint(1, 50, (2, 50))
-    new_cache = (EXACT | APPROXIMATE)[kind]
-    got = written(tiny(name, **MODELS[name]), ids, new_cache())
-    adapter, logits = Adapter(tiny(name, **MODELS[name])), []
+@pytest.mark.parametrize("kind", APPROXIMATE)
+def test_every_cache_writes_what_our_generate_writes_with_it(kind: str) -> None:
+    ids, new_cache = torch.randint(1, 50, (2, 50)), APPROXIMATE[kind]
+    got = written(tiny("Llama"), ids, new_cache())
+    adapter, logits = Adapter(tiny("Llama")), []
     adapter.register_forward_hook(lambda *call: logits.append(call[-1][:, -1]))
     new = torch.cat([*generate(adapter, ids, 40, cache=new_cache())], 1)
     assert torch.equal(got.sequences[:, 50:], new)
     assert_close(torch.stack(got.logits), torch.stack(logits), torch.float32)
 
 
-@each_model
-@torch.no_grad()
-def test_pieces_of_a_text_get_the_logits_of_the_whole(name: str) -> None:
-    model, ids = tiny(name, **MODELS[name]), torch.randint(1, 50, (2, 60))
-    expected = model(ids, use_cache=False).logits
-    for kind in EXACT:
-        cache = TransformersCache(EXACT[kind](), model)
-        pieces = ids.split([7, 1, 20, 1, 1, 30], dim=1)
-        logits = [model(piece, **{argument_of(model): cache}).logits for piece in pieces]
-        assert_close(torch.cat(logits, 1), expected, torch.float32)
-
-
-@each_model
-@pytest.mark.parametrize("usual", ["sdpa", "eager"])
+@pytest.mark.parametrize(("name", "usual"), [("Gemma3", "sdpa"), ("GPT2", "eager")])
 def test_texts_that_are_padded_on_the_left_are_exact_or_refused(name: str, usual: str) -> None:
     model, ids = tiny(name, **MODELS[name]), torch.randint(1, 50, (2, 20))
     model.set_attn_implementation(usual)
@@ -121,37 +106,6 @@ def test_assisted_generation_crops_what_can_be_cropped() -> None:
         assert torch.equal(got.sequences, expected)
     with pytest.raises(ValueError, match=r"can't keep \d+ tokens of \d+, \d+ evicted"):
         written(model, ids, SlidingWindowCache(10), assistant_model=assistant)
-
-
-def test_a_pass_that_fails_changes_nothing() -> None:
-    model, ids = tiny("Llama"), torch.randint(1, 50, (1, 30))
-    expected = model(ids, use_cache=False).logits
-    ours = KVCache()
-    argument = {argument_of(model): TransformersCache(ours, model)}
-    with torch.no_grad():
-        model(ids[:, :10], **argument)
-        first, last = model.model.layers
-        for place in (first.mlp, last.self_attn.q_proj, last.mlp, model.lm_head):
-            hook = place.register_forward_hook(lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                model(ids[:, 10:15] + 1, **argument)
-            hook.remove()
-            assert len(ours) == 10
-        got = model(ids[:, 10:], **argument).logits
-    assert_close(got, expected[:, 10:], torch.float32)
-
-
-def test_the_bytes_of_the_table_are_those_of_all_tensors() -> None:
-    from borrow.transformers_table import OURS, held_bytes
-
-    model = tiny("Llama")
-    cache = transformers.DynamicCache()
-    model(torch.randint(50, (3, 20)), **{argument_of(model): cache})
-    assert held_bytes(cache.layers) == 2 * 2 * 3 * 2 * 20 * 8 * 4  # L, kv, B, H, T, D, float32
-    assert held_bytes(({"a": torch.ones(3)}, [torch.ones(2)], 5, "x")) == 20
-    ours = OURS["KVCache()"]()
-    model(torch.randint(50, (3, 20)), **{argument_of(model): TransformersCache(ours, model)})
-    assert ours.nbytes == held_bytes(cache.layers)
 
 
 # --- What is refused ----------------------------------------------------------------------------------
@@ -196,43 +150,21 @@ def test_an_attention_that_is_changed_afterwards_is_noticed(change: Callable, sa
             "all 2 layers have a window of 16, .* of 128",
         ),
         ("Llama", {}, KVCache, "is no cache: give an instance"),
-        ("Llama", {}, 5, "5 is no cache"),
         (
             "DeepseekV3",
-            {
-                "kv_lora_rank": 8,
-                "q_lora_rank": 8,
-                "qk_rope_head_dim": 4,
-                "qk_nope_head_dim": 4,
-                "v_head_dim": 12,
-                "n_routed_experts": 2,
-                "first_k_dense_replace": 2,
-                "num_key_value_heads": 4,
-            },
+            LATENT,
             KVCache(),
             "keys have 8 numbers and values 4",
         ),
         ("BertLMHeadModel", {}, KVCache(), "BertLMHeadModel can't be served"),
         ("Gemma2", {"sliding_window": 128, "head_dim": 8}, KVCache(), "its attention has softcap"),
-        (
-            "T5ForConditionalGeneration",
-            {"d_model": 16, "num_layers": 1},
-            KVCache(),
-            "is no decoder",
-        ),
         ("Bloom", {"n_head": 4, "n_layer": 2}, KVCache(), "BloomForCausalLM can't be served"),
     ],
 )
 def test_what_cannot_be_served_is_refused_and_left_as_it_was(
     kind: str, changes: dict[str, Any], cache: Any, said: str
 ) -> None:
-    if kind.startswith("T5"):
-        config = transformers.T5Config(
-            vocab_size=50, d_model=16, num_layers=1, num_heads=2, d_ff=16
-        )
-        model = transformers.T5ForConditionalGeneration(config).eval()
-    else:
-        model = tiny(kind, **changes)
+    model = tiny(kind, **changes)
     usual = model.config._attn_implementation
     with pytest.raises(ValueError, match=said) as error:
         TransformersCache(cache, model)
@@ -259,6 +191,7 @@ def test_beams_and_another_models_cache_are_refused() -> None:
         model(ids, **{argument_of(model): cache})
 
 
+@pytest.mark.slow
 def test_a_bare_run_needs_only_the_files_that_are_named(tmp_path: Any) -> None:
     copied("generate", tmp_path)
     ran = process(sys.executable, "-m", "borrow.use_transformers", folder=tmp_path)
