@@ -14,8 +14,18 @@ from pathlib import Path
 
 import benchmarks.pages
 import studies.pages
-from chapters.builder import blocks, front, live
-from chapters.builder.blocks import ROOT
+from chapters.builder.blocks import (
+    ROOT,
+    chapter_folders,
+    code,
+    diff,
+    listing,
+    output,
+    picture,
+    transformers_table,
+)
+from chapters.builder.front import METHODS, demo, live_page
+from chapters.builder.live import WEIGHTS
 from support.blocks import rendered
 from support.files import read_text
 
@@ -24,23 +34,20 @@ MARK = re.compile(r"<!-- (\{[{%].*?) -->(\n?)(.*?)(<!-- end -->|\Z)", re.DOTALL)
 
 def methods() -> str:
     """Return the front page's table of methods, each with a figure."""
-    return rendered(front.METHODS, FUNCTIONS)
+    return rendered(METHODS, FUNCTIONS)
 
 
-OWN = (
-    *(blocks.code, blocks.diff, blocks.listing, blocks.output, blocks.transformers_table),
-    *(front.demo, front.live_page, methods),
-)
+OWN = (code, demo, diff, listing, live_page, methods, output, transformers_table)
 FUNCTIONS: dict[str, Callable[..., object]] = {
     **studies.pages.FUNCTIONS,
     **benchmarks.pages.FUNCTIONS,
     **{function.__name__: function for function in OWN},
 }
 ROOMS = {room: ROOT / room for room in ("borrow", "studies", "benchmarks", "pocket")}
-CHAPTERS = {str(int(folder.name[:2])): folder for folder in blocks.chapter_folders([])}
+CHAPTERS = {str(int(folder.name[:2])): folder for folder in chapter_folders([])}
 PAGES = {  # by what `python3 -m chapters.builder` calls them
     name: folder / "README.md" for name, folder in {"readme": ROOT, **ROOMS, **CHAPTERS}.items()
-} | {"live": live.WEIGHTS}
+} | {"live": WEIGHTS}
 
 
 def filled(page: Path, keep: Collection[str] = ()) -> str:
@@ -49,7 +56,7 @@ def filled(page: Path, keep: Collection[str] = ()) -> str:
     keep: functions whose marks stay as they are. Raises ValueError, which names page and mark, if
     a template fails.
     """
-    functions = FUNCTIONS | {"picture": partial(blocks.picture, page.parent)}
+    functions = FUNCTIONS | {"picture": partial(picture, page.parent)}
 
     def fill(mark: re.Match[str]) -> str:
         template, line_end, content, end = mark.groups()
