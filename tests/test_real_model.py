@@ -15,7 +15,7 @@ from formats.gguf_files import find_smollm2
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import KVCache, generate
 from load_gpt2_weights import load_model
-from pair import Pair, load_pair
+from pair import load_pair
 from projector import cache_before_last, cache_of_summary, logits_after, prefill
 from recycle import Recycler, cache_by, generate_by, prompt_form
 from studies.facts import right_answers
