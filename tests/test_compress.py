@@ -249,6 +249,7 @@ def test_what_cannot_be_is_refused(make: Callable, says: str) -> None:
         make()
 
 
+@pytest.mark.slow
 def test_a_bare_run_compares_the_caches(capsys: pytest.CaptureFixture[str]) -> None:
     compress.main(["--tokens", "128", "--device", "cpu"])
     lines = [

@@ -648,7 +648,8 @@ def test_a_twin_has_rounded_blocks_and_all_else_of_the_model(name: str, tmp_path
         rounded = dict(twin.named_parameters())[part]
         if weight.dim() == 2 and part.startswith("h."):
             assert 4 < max(len(column.unique()) for column in rounded.T[:9]) <= 8
-            assert 0 < (rounded - weight).norm() < 0.4 * weight.norm()
+            step = (weight.amax(0) - weight.amin(0)) / 7  # between eight numbers an output
+            assert ((rounded - weight).abs() <= 0.51 * step).all()
         else:
             assert torch.equal(rounded, weight), part
     own, twins = (loader.load_tokenizer(each) for each in (name, f"{name}:int3"))

@@ -71,6 +71,7 @@ def test_a_reading_through_mk_is_its_formula() -> None:
             assert torch.allclose(got[:, :, t], expected, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["full", "ours"])
 def test_training_teaches_to_look_up(way: str) -> None:
     size = TINY._replace(pairs=(2,), steps=80)

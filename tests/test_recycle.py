@@ -442,6 +442,7 @@ def test_a_chat_from_a_file_reads_as_a_dialogue_and_counts_its_tokens(monkeypatc
     assert f"[all turns: {read:,} tokens read, without reuse {in_all:,}]\n" in ran.out
 
 
+@pytest.mark.slow
 def test_chat_says_what_happens_when_the_context_is_full(tmp_path: Path, monkeypatch) -> None:
     text = "".join(f"{i}: where is Tolben? {'Say which. ' * 30}\n" for i in range(15))
     text += "word " * N_CTX

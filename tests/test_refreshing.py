@@ -83,6 +83,7 @@ def test_rows_are_figures_of_what_is_written(rows, teacher, student) -> None:
     assert len(rows.rows) == written  # they are there
 
 
+@pytest.mark.slow
 def test_gates_meet_their_budgets_where_nothing_refreshes(rows) -> None:
     long = (model_of(replace(CONFIG, n_ctx=256), 0), model_of(replace(NARROW, n_ctx=256), 1))
     ids = torch.randint(50, (12, 8), generator=torch.Generator().manual_seed(1))

@@ -69,6 +69,7 @@ def test_every_memory_writes_text_and_says_its_bytes() -> None:
         assert f"KV cache {nbytes:,} bytes" in ran.out
 
 
+@pytest.mark.slow
 def test_a_bare_run_compares_the_memories_on_one_text() -> None:
     ran = start("gpt_bounded_cache --max-new-tokens 50 --prompt Notes:")
     rows = [line.split() for line in ran.out.splitlines() if "% " in line]

@@ -15,15 +15,15 @@ from tests.pretended_device import pretended
 # LLAMA stands for a folder with a small random Llama, and STUDENT for a narrower one
 RUNS = [
     "gpt_kv_cache --compare",
-    "gpt_bounded_cache --memory sinks --slots 10",
     "gpt_bounded_cache --memory bct",
-    "overfill write --policy dropout:4:0.0001 --student pocket-student-dropout",
-    "paged serve FILE --model LLAMA",
-    "speculate write --draft 4 --teacher LLAMA --student STUDENT",
     "load_gpt2_weights LLAMA",
     *(
         pytest.param(command, marks=pytest.mark.slow)
         for command in (
+            "gpt_bounded_cache --memory sinks --slots 10",
+            "overfill write --policy dropout:4:0.0001 --student pocket-student-dropout",
+            "paged serve FILE --model LLAMA",
+            "speculate write --draft 4 --teacher LLAMA --student STUDENT",
             "compress --tokens 128",
             # two tokens: rounding makes longer texts differ in bfloat16, where a CPU has kernels of its own
             "llama_kv_cache --dtype bfloat16 --model LLAMA --max-new-tokens 2",

@@ -187,6 +187,7 @@ def test_a_text_is_the_one_that_the_teacher_writes(by: str) -> None:
     assert text == alone and "passes of the teacher for 29 tokens" in figures
 
 
+@pytest.mark.slow
 def test_the_study_has_a_row_for_each_way_and_exact_texts_are_the_teachers(
     teacher, student, tmp_path: Path
 ) -> None:
