@@ -602,6 +602,7 @@ def family_model(name: str, **changes: Any) -> Any:
         "pad_token_id": None,
     }
     model_class = getattr(transformers, f"{kind}ForCausalLM")
+    torch.manual_seed(0)  # for what randomized() leaves as it is
     return randomized(model_class(model_class.config_class(**config | of_family | changes)))
 
 
@@ -913,7 +914,7 @@ def _(trial: Trial) -> None:
         trial.pieces(ids, random_sizes(draw, ids.size(1), largest))
 
 
-@check("a piece longer than the window, on a full one", "mlxcel#679, LLMs-from-scratch (optimized)")
+@check("a piece longer than the window, on a full one", "mlxcel#679, litgpt#2182")
 def _(trial: Trial) -> None:
     window = window_of(trial.subject)
     for second in (window + 1, 2 * window):
@@ -1111,19 +1112,19 @@ def cut_and_go_on(trial: Trial, n: int, kept: int, sizes: list[int]) -> None:
     trial.pieces(torch.cat([held, ids[:, n:]], dim=1), sizes, cache)
 
 
-@check("a text is cut back anywhere, then goes on", "einygpt#2")
+@check("a text is cut back anywhere, then goes on", "llama.cpp#11970")
 def _(trial: Trial) -> None:
     for n in (2, 5, 24, min(50, trial.subject.context - 6)):
         for kept in range(1, n):
             cut_and_go_on(trial, n, kept, [1, 3] if kept % 2 else [3, 1])
 
 
-@check("another ending of the same text", "llama.cpp#9866, mlc-llm#3179")
+@check("another ending of the same text", "mlc-llm#3179, llama.cpp#11970")
 def _(trial: Trial) -> None:
     cut_and_go_on(trial, min(20, trial.subject.window or 20), 4, [1, 15])
 
 
-@check("the whole prompt is cached", "nano-vllm#144, llama.cpp#730")
+@check("the whole prompt is cached", "nano-vllm#144, llama.cpp#1585")
 def _(trial: Trial) -> None:
     """The last token is read again, for its logits."""
     for n in (2, min(12, trial.subject.window or 12)):
@@ -1144,7 +1145,7 @@ def _(trial: Trial) -> None:
     trial.pieces(torch.cat([held, ids[:, n + 4 : 18]], dim=1), [1, 4, 18 - n - 9], cache)
 
 
-@check("a copy and its original go on", "transformers#37078")
+@check("a copy and its original go on", "exllamav2#226, physical-ai-studio#239")
 def _(trial: Trial) -> None:
     """At every length: the copy reads other tokens, and both in turn."""
     text = trial.ids(1)
@@ -1181,7 +1182,7 @@ def _(trial: Trial) -> None:
     trial.pieces(ids, [7, 1, ids.size(1) - 8])
 
 
-@check("past the context", "mlx-lm#390, einygpt#2")
+@check("past the context", "einygpt#2")
 def _(trial: Trial) -> None:
     """What is too long is refused, and what was read before stays."""
     context = trial.subject.context
@@ -1266,7 +1267,7 @@ def count_passes(trial: Trial, ids: Tensor) -> None:
             raise WrongError(f"the count is {counted}, must be {n} ({trial.history()})")
 
 
-@check("bytes are those of key-value heads", "KVCache-Factory#49")
+@check("bytes are those of key-value heads", "SnapKV#16")
 def _(trial: Trial) -> None:
     """In any dtype. A cache may take slots for its window or its context, or as many again as it needs."""
     subject = trial.subject
