@@ -898,7 +898,7 @@ def random_sizes(draw: torch.Generator, n: int, largest: int) -> list[int]:
     return sizes
 
 
-@check("a long text, one token at a time", "transformers#47912, mlx-lm#390")
+@check("a long text, one token at a time", "mlx-lm#390")
 def _(trial: Trial) -> None:
     """After a prompt of a quarter: over every boundary of a page, and lengths at which a rotation changes."""
     ids = trial.ids(1, LONG_TEXT)
@@ -1050,17 +1050,17 @@ def go_on_after_failure(trial: Trial, at_end: bool, error: type = Interrupted) -
             trial.pieces(ids[:, : n + 8], [5, 1, 2], cache)
 
 
-@check("a pass that fails in the middle, then goes on", "llama.cpp#27068", FEW)
+@check("a pass that fails in the middle, then goes on", "llamadart#601, drama_llama#52", FEW)
 def _(trial: Trial) -> None:
     go_on_after_failure(trial, at_end=False)
 
 
-@check("a pass that fails at its end, then goes on", "llama.cpp#27068", FEW)
+@check("a pass that fails at its end, then goes on", "llamadart#601, drama_llama#52", FEW)
 def _(trial: Trial) -> None:
     go_on_after_failure(trial, at_end=True)
 
 
-@check("a pass that Ctrl-C ends, then goes on", "llama.cpp#27068", FEW)
+@check("a pass that Ctrl-C ends, then goes on", "llamadart#601, drama_llama#52", FEW)
 def _(trial: Trial) -> None:
     go_on_after_failure(trial, at_end=True, error=KeyboardInterrupt)
 
@@ -1076,7 +1076,7 @@ def _(trial: Trial) -> None:
             trial.pieces(ids[:, : n + 8], [5, 1, 2], cache)
 
 
-@check("a pass that fails, then a cut", "llama.cpp#27068, einygpt#2", FEW)
+@check("a pass that fails, then a cut", "llamadart#601, einygpt#2", FEW)
 def _(trial: Trial) -> None:
     """On a cache of any length, also on a window that has just been filled."""
     ids, limit = trial.ids(), (trial.subject.window or 9) + trial.subject.sinks
@@ -1175,7 +1175,7 @@ def _(trial: Trial) -> None:
         start = end
 
 
-@check("a new text after another", "llama.cpp#27068")
+@check("a new text after another", "LMCache#4385")
 def _(trial: Trial) -> None:
     trial.filled(trial.ids(seed=5))
     ids = trial.ids(seed=6)
@@ -1219,7 +1219,7 @@ def read_too_much(trial: Trial, cache: Any, ids: Tensor, n: int) -> None:
     trial.compare(got, expected[:, n:], n)
 
 
-@check("another number of rows", "gpt-fast#202")
+@check("another number of rows", "mlx-lm#1141")
 def _(trial: Trial) -> None:
     """A text of two rows goes on with one: that is refused, by any error, and the two go on."""
     ids = trial.ids()
@@ -1250,13 +1250,16 @@ def _(trial: Trial) -> None:
 def count_passes(trial: Trial, ids: Tensor) -> None:
     """Raise WrongError if the count after a pass or a cut isn't the number of tokens."""
     cache, n = trial.new(), 0
+    if counted := trial.subject.length(cache):
+        raise WrongError(f"the count of a new cache is {counted}, must be 0", cause="reset")
     for size in (1, 6, 1, 9, 2):
         trial.read(cache, ids[:, : n + size], n)
         n += size
         counted = trial.subject.length(cache)
         if counted != n:
             hint = "; is commit() called?" if counted == 0 else ""
-            raise WrongError(f"the count is {counted}, must be {n} ({trial.history()}){hint}")
+            says = f"the count is {counted}, must be {n} ({trial.history()}){hint}"
+            raise WrongError(says, cause="count")
     for kept in (15, 14, 4):
         try:
             n = trial.cut(cache, ids[:, :n], kept).size(1)
@@ -1264,7 +1267,8 @@ def count_passes(trial: Trial, ids: Tensor) -> None:
             return
         counted = trial.subject.length(cache)
         if counted != n:
-            raise WrongError(f"the count is {counted}, must be {n} ({trial.history()})")
+            says = f"the count is {counted}, must be {n} ({trial.history()})"
+            raise WrongError(says, cause="cut")
 
 
 @check("bytes are those of key-value heads", "SnapKV#16")
@@ -1285,7 +1289,7 @@ def _(trial: Trial) -> None:
             raise WrongError(f"{words} for {kept}, in {dtype or 'the dtype of the model'}")
 
 
-@check("bytes are the memory that is held", "transformers#36640")
+@check("bytes are the memory that is held", "")
 def _(trial: Trial) -> None:
     """After a long prompt, and after a cut, as they are one token at a time."""
     ids = trial.ids(1)
@@ -1323,7 +1327,7 @@ def _(trial: Trial) -> None:
     trial.compare(torch.cat(got, dim=1), exact)
 
 
-@check("gradients reach every pass of a text", "transformers#29622", FEW)
+@check("gradients reach every pass of a text", "transformers#43010", FEW)
 def _(trial: Trial) -> None:
     ids = trial.ids(n=20)
     expected = trial.subject.whole(ids)
@@ -1415,6 +1419,7 @@ PROMPT, SECOND, ONE_BY_ONE, ANY = BASIC = (
     "one token at a time",
     "pieces of any size",
 )
+COUNT = "tokens are counted"
 LONG = ("a long text, one token at a time", "a long text in pieces")
 LONGER, WINDOW = (
     "a piece longer than the window, on a full one",
@@ -1439,9 +1444,8 @@ ALONE: list[
 
 def cause_of(bad: dict[str, Finding], verdicts: dict[str, str]) -> tuple[str, str]:
     """Return the likeliest cause, and the check that shows it, by the pattern of what is bad and what is right."""
-    if "tokens are counted" in bad:
-        after_cut = "cut to" in bad["tokens are counted"].says
-        return ("cut" if after_cut else "count"), "tokens are counted"
+    if COUNT in bad and bad[COUNT].cause:
+        return bad[COUNT].cause, COUNT
     reading = [name for name in (*BASIC, LONGER, WINDOW, *LONG) if name in bad]
     if not reading:
         for cause, names in ALONE:
@@ -1646,7 +1650,8 @@ def print_summary(findings: list[Finding], diagnosis: Diagnosis | None) -> None:
     """Print the diagnosis, and what was found beside right answers."""
     if diagnosis:
         print(f"\n{diagnosis.cause or 'no cause is known'}: {diagnosis.says}")
-        print(f"as in {diagnosis.kind}")
+        if diagnosis.kind:
+            print(f"as in {diagnosis.kind}")
         if diagnosis.consequences:
             print(f"{len(diagnosis.consequences)} more, likely for the same reason")
     print()

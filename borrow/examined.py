@@ -8,6 +8,7 @@ Shapes: B batch, T tokens, V vocabulary.
 
 import argparse
 import importlib
+import importlib.metadata
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -19,10 +20,14 @@ from torch import Tensor, nn
 
 from compress import QuantizedCache, SmallNormCache
 from examine import (
+    CAUSES,
+    CHECKS,
     LONG_TEXT,
+    Finding,
     NotOffered,
     Subject,
     TransformersSubject,
+    diagnose,
     dynamic,
     examine,
     family_model,
@@ -240,9 +245,56 @@ WHOSE_FAULT = """\
 """
 
 
-def page() -> str:
-    """Return EXAMINED.md: what the checks say of SUBJECTS."""
-    return ""
+VERDICTS = ("right", "WRONG", "REFUSES", "BREAKS", "not offered", "measured")
+
+
+def page(columns: dict[str, list[Finding]]) -> str:
+    """Return EXAMINED.md: what the checks say of SUBJECTS, by name."""
+    packages = ("torch", "transformers", "llms-from-scratch", "optimum-quanto")
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
+    lines = [
+        "# Examined",
+        "",
+        "[examine.py](../examine.py) has examined these caches, on small models with random weights. Each line can be",
+        "repeated by its command; the whole page is written by `python3 -m borrow.examined --page`.",
+        f"Versions: {versions}.",
+        "",
+        f"| cache | {' | '.join(VERDICTS)} | `python3 -m borrow.examined` |",
+        f"|---|{'---:|' * len(VERDICTS)}---|",
+    ]
+    for name, findings in columns.items():
+        verdicts = [finding.verdict for finding in findings]
+        counts = " | ".join(str(verdicts.count(verdict)) for verdict in VERDICTS)
+        lines.append(f"| {SUBJECTS[name][0]} | {counts} | `{name}` |")
+    lines += [
+        "",
+        "Right: differences are up to 1e-4 of the largest logit, which is rounding. WRONG: a number is wrong. REFUSES: an",
+        "error with a message, after which the cache goes on; where not refusing would give wrong numbers, that is right.",
+        "BREAKS: any other error. Not offered: the cache has no way to do this, or never promised it. Few caches promise",
+        "what a pass that fails leaves, and gradients: of a cache that doesn't, no failure counts. Measured: what changed",
+        "weights do, and the differences of approximate caches.",
+        "",
+        WHOSE_FAULT,
+    ]
+    for name, findings in columns.items():
+        approximate = any(f.verdict == "measured" and "weights" not in f.check for f in findings)
+        shown = [f for f in findings if f.verdict in ("WRONG", "REFUSES", "BREAKS")]
+        shown += [f for f in findings if f.verdict == "measured" and approximate]
+        shown += [f for f in findings if f.says.startswith("not promised")]
+        if not shown:
+            continue
+        lines += [f"## {SUBJECTS[name][0]}", ""]
+        diagnosis = diagnose(findings)
+        if diagnosis and diagnosis.cause:
+            lines += [f"Likeliest cause: {diagnosis.cause}, {CAUSES[diagnosis.cause]}.", ""]
+        lines += ["| check | | found | public bugs of this kind |", "|---|---|---|---|"]
+        for finding in shown:
+            says = finding.says.replace("|", "/")
+            lines.append(f"| {finding.check} | {finding.verdict} | {says} | {finding.kind} |")
+        lines.append("")
+    lines += ["## The checks", "", "| check | public bugs of this kind |", "|---|---|"]
+    lines += [f"| {each.name} | {each.kind} |" for each in CHECKS]
+    return "\n".join(lines) + "\n"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -252,7 +304,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     if args.page:
-        write_text(PAGE, page())
+        write_text(PAGE, page({name: [*examine(made[1]())] for name, made in SUBJECTS.items()}))
     else:
         sys.exit(report(examine(SUBJECTS[args.name][1]())))
 
