@@ -898,7 +898,7 @@ def random_sizes(draw: torch.Generator, n: int, largest: int) -> list[int]:
     return sizes
 
 
-@check("a long text, one token at a time", "mlx-lm#390")
+@check("a long text, one token at a time", "transformers#25104, mlx-lm#390")
 def _(trial: Trial) -> None:
     """After a prompt of a quarter: over every boundary of a page, and lengths at which a rotation changes."""
     ids = trial.ids(1, LONG_TEXT)
@@ -1076,7 +1076,7 @@ def _(trial: Trial) -> None:
             trial.pieces(ids[:, : n + 8], [5, 1, 2], cache)
 
 
-@check("a pass that fails, then a cut", "llamadart#601, einygpt#2", FEW)
+@check("a pass that fails, then a cut", "llamadart#601", FEW)
 def _(trial: Trial) -> None:
     """On a cache of any length, also on a window that has just been filled."""
     ids, limit = trial.ids(), (trial.subject.window or 9) + trial.subject.sinks
@@ -1175,7 +1175,7 @@ def _(trial: Trial) -> None:
         start = end
 
 
-@check("a new text after another", "LMCache#4385")
+@check("a new text after another", "llama.cpp#27068")
 def _(trial: Trial) -> None:
     trial.filled(trial.ids(seed=5))
     ids = trial.ids(seed=6)
@@ -1289,7 +1289,7 @@ def _(trial: Trial) -> None:
             raise WrongError(f"{words} for {kept}, in {dtype or 'the dtype of the model'}")
 
 
-@check("bytes are the memory that is held", "")
+@check("bytes are the memory that is held", "llm_from_scratch#3")
 def _(trial: Trial) -> None:
     """After a long prompt, and after a cut, as they are one token at a time."""
     ids = trial.ids(1)
@@ -1327,7 +1327,7 @@ def _(trial: Trial) -> None:
     trial.compare(torch.cat(got, dim=1), exact)
 
 
-@check("gradients reach every pass of a text", "transformers#43010", FEW)
+@check("gradients reach every pass of a text", "flash-linear-attention#73", FEW)
 def _(trial: Trial) -> None:
     ids = trial.ids(n=20)
     expected = trial.subject.whole(ids)
