@@ -301,7 +301,13 @@ CAUSES = {
 
 @pytest.mark.parametrize("cause", CAUSES)
 def test_a_diagnosis_names_the_cause(cause: str) -> None:
-    asked = (*examine.BASIC, examine.COUNT, "two texts in turn", "a copy and its original go on")
+    asked = (
+        *examine.BASIC,
+        examine.COUNT,
+        examine.WINDOW,
+        "two texts in turn",
+        "a copy and its original go on",
+    )
     findings = [find(name, CAUSES[cause]) for name in asked]
     diagnosis = examine.diagnose(findings)
     assert diagnosis.cause == cause and diagnosis.shown_by not in diagnosis.consequences
