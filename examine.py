@@ -727,9 +727,9 @@ class Trial:
 
     def goes_on(self) -> bool:
         """Return whether the cache, which has just refused, reads a token as if it hadn't been asked, or refuses it."""
-        text, start = self.text, self.start
-        if text is None:
+        if self.text is None:
             return True
+        text, start = self.text, self.start
         if start == text.size(1):  # it refused a cut
             text = torch.cat([text, text[:, :1]], dim=1)
         text = text[:, : start + 1]
