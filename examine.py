@@ -47,7 +47,7 @@ DELTA_TOLERANCE = (
 )
 TEXT, LONG_TEXT = 40, 300  # tokens, or as many as the context has
 LONGEST_CONTEXT = 4096  # that is read to its end
-LONGEST_SIGHT = 64  # tokens that are changed one after the other
+LONGEST_SIGHT = 64  # last tokens that are changed one after the other
 START_SECONDS = 300  # until a model is loaded
 FEW = "few caches promise this"  # a group of checks
 BAD = ("WRONG", "BREAKS")
@@ -439,7 +439,8 @@ class SmallBlock(nn.Module):
         self.config = config
         width, size = config.n_embd, config.head_dim
         self.query = nn.Linear(width, config.n_head * size)
-        self.key_value = nn.Linear(width, 2 * config.n_kv_head * size)
+        self.key = nn.Linear(width, config.n_kv_head * size)
+        self.value = nn.Linear(width, config.n_kv_head * size)
         self.out = nn.Linear(config.n_head * size, width)
         self.mlp = nn.Sequential(
             nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
@@ -450,7 +451,8 @@ class SmallBlock(nn.Module):
         normed = F.layer_norm(x, x.shape[-1:])
         size = self.config.head_dim
         q = self.query(normed).view(B, T, -1, size).transpose(1, 2)
-        k, v = self.key_value(normed).view(B, T, -1, size).transpose(1, 2).chunk(2, dim=1)
+        k = self.key(normed).view(B, T, -1, size).transpose(1, 2)
+        v = self.value(normed).view(B, T, -1, size).transpose(1, 2)
         q, k, mask = rotate(q, pos), rotate(k, pos), None
         if cache is not None:
             k, v, mask = cache.append(layer, k, v, pos)
@@ -602,6 +604,7 @@ def family_model(name: str, **changes: Any) -> Any:
         "pad_token_id": None,
     }
     model_class = getattr(transformers, f"{kind}ForCausalLM")
+    torch.manual_seed(0)  # for what randomized() leaves as it is
     return randomized(model_class(model_class.config_class(**config | of_family | changes)))
 
 
@@ -616,6 +619,7 @@ class Trial:
         self.tolerance = subject.tolerance
         self.largest = -1.0  # difference, relative to the largest logit
         self.steps: list[str] = []  # since the last cache was made
+        self.start = 0
         self.cache: Any = None  # that was read with last,
         self.text: Tensor | None = None  # and what it was reading
 
@@ -726,9 +730,9 @@ class Trial:
 
     def goes_on(self) -> bool:
         """Return whether the cache, which has just refused, reads a token as if it hadn't been asked, or refuses it."""
-        text, start = self.text, self.start
-        if text is None:
+        if self.text is None:
             return True
+        text, start = self.text, self.start
         if start == text.size(1):  # it refused a cut
             text = torch.cat([text, text[:, :1]], dim=1)
         text = text[:, : start + 1]
@@ -752,8 +756,6 @@ def cause_in_sight(subject: Subject, ids: Tensor, start: int) -> str:
 def sight(subject: Subject, ids: Tensor, start: int) -> str:
     """Return what is wrong with the tokens that ids (1, T) see from `start` on, by changing one token after the other:
     a cause, or "" if each sees what it must. Only one layer is used, in which no token sees by another's eyes."""
-    if ids.size(1) > LONGEST_SIGHT:
-        return ""
     shallow = copy.copy(subject)
     shallow.model = copy.deepcopy(subject.model)
     for module in [*shallow.model.modules()]:
@@ -768,8 +770,11 @@ def sight(subject: Subject, ids: Tensor, start: int) -> str:
         return shallow.read(cache, text[:, start:]), shallow.whole(text)[:, start:]
 
     base = logits(ids)
+    if (base[0] - base[1]).abs().max() <= subject.tolerance:
+        return ""  # it takes two layers, or other pieces
+    n = ids.size(1)
     too_many, too_few = [], []
-    for token in range(ids.size(1)):
+    for token in sorted({*range(min(8, n)), *range(max(0, n - LONGEST_SIGHT), n)}):
         changed = ids.clone()
         changed[0, token] = (changed[0, token] + 1) % subject.vocab_size
         got, expected = (
@@ -783,11 +788,14 @@ def sight(subject: Subject, ids: Tensor, start: int) -> str:
     if too_many:
         return "window: edge"
     if not too_few:
-        return ""
+        return "rotation" if isinstance(subject.model, SmallModel) else ""
     if subject.window is not None:
         return "window: order"
-    old = {token for token, _ in too_few if token < start}
-    return "mask: new only" if len(old) == start > 0 else "mask: loses tokens"
+    lost = sorted({token for token, _ in too_few})
+    if start and lost[:start] == [*range(start)]:
+        return "mask: new only"
+    at_boundary = lost[0] > 2 and (lost[0] % 4 == 0 or lost[0] % 4 == 3)
+    return "pages" if at_boundary else "mask: loses tokens"
 
 
 class Check(NamedTuple):
@@ -905,7 +913,7 @@ def random_sizes(draw: torch.Generator, n: int, largest: int) -> list[int]:
     return sizes
 
 
-@check("a long text, one token at a time", "mlx-lm#390")
+@check("a long text, one token at a time", "transformers#25104, mlx-lm#390")
 def _(trial: Trial) -> None:
     """After a prompt of a quarter: over every boundary of a page, and lengths at which a rotation changes."""
     ids = trial.ids(1, LONG_TEXT)
@@ -921,7 +929,7 @@ def _(trial: Trial) -> None:
         trial.pieces(ids, random_sizes(draw, ids.size(1), largest))
 
 
-@check("a piece longer than the window, on a full one", "mlxcel#679, LLMs-from-scratch (optimized)")
+@check("a piece longer than the window, on a full one", "mlxcel#679, litgpt#2182")
 def _(trial: Trial) -> None:
     window = window_of(trial.subject)
     for second in (window + 1, 2 * window):
@@ -1083,7 +1091,7 @@ def _(trial: Trial) -> None:
             trial.pieces(ids[:, : n + 8], [5, 1, 2], cache)
 
 
-@check("a pass that fails, then a cut", "llamadart#601, einygpt#2", FEW)
+@check("a pass that fails, then a cut", "llamadart#601", FEW)
 def _(trial: Trial) -> None:
     """On a cache of any length, also on a window that has just been filled."""
     ids, limit = trial.ids(), (trial.subject.window or 9) + trial.subject.sinks
@@ -1119,19 +1127,19 @@ def cut_and_go_on(trial: Trial, n: int, kept: int, sizes: list[int]) -> None:
     trial.pieces(torch.cat([held, ids[:, n:]], dim=1), sizes, cache)
 
 
-@check("a text is cut back anywhere, then goes on", "einygpt#2")
+@check("a text is cut back anywhere, then goes on", "llama.cpp#11970")
 def _(trial: Trial) -> None:
     for n in (2, 5, 24, min(50, trial.subject.context - 6)):
         for kept in range(1, n):
             cut_and_go_on(trial, n, kept, [1, 3] if kept % 2 else [3, 1])
 
 
-@check("another ending of the same text", "llama.cpp#9866, mlc-llm#3179")
+@check("another ending of the same text", "mlc-llm#3179, llama.cpp#11970")
 def _(trial: Trial) -> None:
     cut_and_go_on(trial, min(20, trial.subject.window or 20), 4, [1, 15])
 
 
-@check("the whole prompt is cached", "nano-vllm#144, llama.cpp#730")
+@check("the whole prompt is cached", "nano-vllm#144, llama.cpp#1585")
 def _(trial: Trial) -> None:
     """The last token is read again, for its logits."""
     for n in (2, min(12, trial.subject.window or 12)):
@@ -1152,7 +1160,7 @@ def _(trial: Trial) -> None:
     trial.pieces(torch.cat([held, ids[:, n + 4 : 18]], dim=1), [1, 4, 18 - n - 9], cache)
 
 
-@check("a copy and its original go on", "transformers#37078")
+@check("a copy and its original go on", "exllamav2#226, physical-ai-studio#239")
 def _(trial: Trial) -> None:
     """At every length: the copy reads other tokens, and both in turn."""
     text = trial.ids(1)
@@ -1182,14 +1190,14 @@ def _(trial: Trial) -> None:
         start = end
 
 
-@check("a new text after another", "LMCache#4385")
+@check("a new text after another", "llama.cpp#27068")
 def _(trial: Trial) -> None:
     trial.filled(trial.ids(seed=5))
     ids = trial.ids(seed=6)
     trial.pieces(ids, [7, 1, ids.size(1) - 8])
 
 
-@check("past the context", "mlx-lm#390, einygpt#2")
+@check("past the context", "einygpt#2")
 def _(trial: Trial) -> None:
     """What is too long is refused, and what was read before stays."""
     context = trial.subject.context
@@ -1275,6 +1283,9 @@ def count_passes(trial: Trial, ids: Tensor) -> None:
             hint = "; is commit() called?" if counted == 0 else ""
             says = f"the count is {counted}, must be {n} ({trial.history()}){hint}"
             raise WrongError(says, cause="count")
+        if hasattr(cache, "positions") and (position := int(cache.positions(1).max())) != n:
+            says = f"the next token's position is {position}, must be {n} ({trial.history()})"
+            raise WrongError(says, cause="positions: restart")
     for kept in (15, 14, 4):
         try:
             n = trial.cut(cache, ids[:, :n], kept).size(1)
@@ -1286,7 +1297,7 @@ def count_passes(trial: Trial, ids: Tensor) -> None:
             raise WrongError(says, cause="cut")
 
 
-@check("bytes are those of key-value heads", "KVCache-Factory#49")
+@check("bytes are those of key-value heads", "SnapKV#16")
 def _(trial: Trial) -> None:
     """In any dtype. A cache may take slots for its window or its context, or as many again as it needs."""
     subject = trial.subject
@@ -1304,7 +1315,7 @@ def _(trial: Trial) -> None:
             raise WrongError(f"{words} for {kept}, in {dtype or 'the dtype of the model'}")
 
 
-@check("bytes are the memory that is held", "")
+@check("bytes are the memory that is held", "llm_from_scratch#3")
 def _(trial: Trial) -> None:
     """After a long prompt, and after a cut, as they are one token at a time."""
     ids = trial.ids(1)
@@ -1321,9 +1332,9 @@ def _(trial: Trial) -> None:
 
 
 def check_memory(trial: Trial, cache: Any) -> None:
-    """Raise WrongError if a cache holds more memory than it says."""
+    """Raise WrongError if a cache holds twice the memory that it says: views of what is gone keep all of it."""
     says, holds = trial.subject.nbytes(cache), held_bytes(cache)
-    if holds > 1.1 * says:
+    if holds > 2 * says:
         raise WrongError(f"it says {says:,} bytes, and holds {holds:,} ({trial.history()})")
 
 
@@ -1342,7 +1353,7 @@ def _(trial: Trial) -> None:
     trial.compare(torch.cat(got, dim=1), exact)
 
 
-@check("gradients reach every pass of a text", "transformers#43010", FEW)
+@check("gradients reach every pass of a text", "flash-linear-attention#73", FEW)
 def _(trial: Trial) -> None:
     ids = trial.ids(n=20)
     expected = trial.subject.whole(ids)
@@ -1473,13 +1484,13 @@ def cause_of(bad: dict[str, Finding], verdicts: dict[str, str]) -> tuple[str, st
     one_row_is_right = "two texts in turn" not in bad and LONG[0] not in bad
     if one_row_is_right and ONE_BY_ONE in bad:
         return "rows", name
+    if difference and difference.largest < ROUNDING:
+        return "numbers", name
     for each in reading:
         if bad[each].cause:
             return bad[each].cause, each
     if difference is None:
         return "", name
-    if difference.largest < ROUNDING:
-        return "numbers", name
     if name == PROMPT and difference.token == 0:
         return "reset", name
     if name in (LONGER, WINDOW):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import examine
-from borrow.examined import SUBJECTS
+from borrow.examined import HYBRIDS, SUBJECTS
 from examine import Subject, TransformersSubject, dynamic, family_model, small_model
 from gpt_bounded_cache import PreallocatedCache, SlidingWindowCache
 from gpt_kv_cache import KVCache
@@ -42,6 +42,28 @@ def test_ours_in_a_model_of_transformers_pass_too(name: str) -> None:
     pytest.importorskip("transformers")
     findings = [*examine.examine(SUBJECTS[name][1]())]
     assert bad(findings) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_layers_of_different_kinds_read_pieces(name: str) -> None:
+    pytest.importorskip("transformers")
+    wrong = bad([*examine.examine(SUBJECTS[f"transformers-{name}"][1](), "piece")])
+    assert bool(wrong) == (name in ("mamba", "falcon-mamba"))  # theirs: the state is forgotten
+
+
+@pytest.mark.slow
+def test_it_is_installed_alone(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools", "70.1")
+    for name in ("examine.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    options = ["-q", "--no-deps", "--no-build-isolation", "--target", "installed"]
+    ran = process(sys.executable, "-m", "pip", "install", *options, ".", folder=tmp_path)
+    assert ran.code == 0, ran.err
+    installed = tmp_path / "installed"
+    assert [path.name for path in installed.glob("*.py")] == ["examine.py"]
+    command = [sys.executable, installed / "bin" / "kv-examine", "--only", "a prompt"]
+    assert process(*command, PYTHONPATH=str(installed)).code == 0
 
 
 # --- Wrong caches, by the check that has to find them -------------------------------------------------
@@ -279,7 +301,13 @@ CAUSES = {
 
 @pytest.mark.parametrize("cause", CAUSES)
 def test_a_diagnosis_names_the_cause(cause: str) -> None:
-    asked = (*examine.BASIC, examine.COUNT, "two texts in turn", "a copy and its original go on")
+    asked = (
+        *examine.BASIC,
+        examine.COUNT,
+        examine.WINDOW,
+        "two texts in turn",
+        "a copy and its original go on",
+    )
     findings = [find(name, CAUSES[cause]) for name in asked]
     diagnosis = examine.diagnose(findings)
     assert diagnosis.cause == cause and diagnosis.shown_by not in diagnosis.consequences
