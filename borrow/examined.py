@@ -280,7 +280,6 @@ def page(columns: dict[str, list[Finding]]) -> str:
         approximate = any(f.verdict == "measured" and "weights" not in f.check for f in findings)
         shown = [f for f in findings if f.verdict in ("WRONG", "REFUSES", "BREAKS")]
         shown += [f for f in findings if f.verdict == "measured" and approximate]
-        shown += [f for f in findings if f.says.startswith("not promised")]
         if not shown:
             continue
         lines += [f"## {SUBJECTS[name][0]}", ""]
