@@ -987,7 +987,7 @@ def _(trial: Trial) -> None:
     ids = trial.ids()
     expected = trial.subject.whole(ids)
     factor = torch.tensor([1.0, math.nan])[:, None, None].to(ids.device)
-    with embedding_times(trial.subject, factor):
+    with embedding_times(trial, factor):
         cache, start = trial.new(), 0
         for end in range(7, ids.size(1), 7):
             got = trial.read(cache, ids[:, :end], start)
@@ -996,14 +996,18 @@ def _(trial: Trial) -> None:
 
 
 @contextlib.contextmanager
-def embedding_times(subject: Subject, factor: Tensor | float) -> Iterator[None]:
+def embedding_times(trial: Trial, factor: Tensor | float) -> Iterator[None]:
     """Multiply what the model's first embedding returns. Raises NotOffered if the model has none."""
-    embedding = next((m for m in subject.model.modules() if isinstance(m, nn.Embedding)), None)
+    modules = trial.subject.model.modules()
+    embedding = next((m for m in modules if isinstance(m, nn.Embedding)), None)
     if embedding is None:
         raise NotOffered("the model has no nn.Embedding")
     hook = embedding.register_forward_hook(lambda module, args, out: (out * factor).to(out.dtype))
     try:
         yield
+    except (ValueError, NotImplementedError):
+        trial.text = None  # a cache that refused here can't go on without the factor
+        raise
     finally:
         hook.remove()
 
@@ -1086,7 +1090,7 @@ def _(trial: Trial) -> None:
     for n in (4, ids.size(1) - 12):
         for size in (1, 4):
             cache = trial.filled(ids[:, :n])
-            with embedding_times(trial.subject, math.nan):
+            with embedding_times(trial, math.nan):
                 fail_pass(trial, cache, ids[:, : n + size], n)
             trial.pieces(ids[:, : n + 8], [5, 1, 2], cache)
 
@@ -1094,7 +1098,7 @@ def _(trial: Trial) -> None:
 @check("a pass that fails, then a cut", "llamadart#601", FEW)
 def _(trial: Trial) -> None:
     """On a cache of any length, also on a window that has just been filled."""
-    ids, limit = trial.ids(), (trial.subject.window or 9) + trial.subject.sinks
+    ids, limit = trial.ids(), max(trial.subject.window or 9, 3) + trial.subject.sinks
     for n in (limit - 1, limit, limit + 1):
         for size in (1, 4):
             cache = trial.filled(ids[:, :n])
@@ -1264,7 +1268,7 @@ def _(trial: Trial) -> None:
 def _(trial: Trial) -> None:
     """After each pass, of any size, and each cut; also if a token's embedding is 0."""
     ids = trial.ids()
-    with contextlib.suppress(NotOffered), embedding_times(trial.subject, 0.0):
+    with contextlib.suppress(NotOffered), embedding_times(trial, 0.0):
         count_passes(trial, ids)
         return
     count_passes(trial, ids)
@@ -1351,19 +1355,6 @@ def _(trial: Trial) -> None:
     got = [half.read(cache, piece) for piece in ids.split([9, 1, 7, ids.size(1) - 17], dim=1)]
     trial.tolerance = 1.5 * float((rounding - exact).abs().max() / exact.abs().max()) + 0.01
     trial.compare(torch.cat(got, dim=1), exact)
-
-
-@check("gradients reach every pass of a text", "flash-linear-attention#73", FEW)
-def _(trial: Trial) -> None:
-    ids = trial.ids(n=20)
-    expected = trial.subject.whole(ids)
-    with torch.enable_grad():
-        cache, got = trial.new(), []
-        for start, end in ((0, 4), (4, 12), (12, 13), (13, 14), (14, 20)):
-            got.append(trial.read(cache, ids[:, :end], start))
-        torch.cat(got, dim=1).sum().backward()
-    trial.subject.model.zero_grad()
-    trial.compare(torch.cat(got, dim=1).detach(), expected)
 
 
 @check("weights change while a text is cached", "vllm#9744, lmdeploy#4917")

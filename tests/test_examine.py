@@ -166,13 +166,6 @@ class CutsByAView(KVCache):
         self.pos = self.pos[:n]
 
 
-class WritesInPlace(KVCache):
-    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> Any:
-        if len(self):
-            self.layers[layer].mul_(1)
-        return super().append(layer, k, v, pos)
-
-
 class IgnoresPadding(TransformersSubject):
     def read_padded(self, cache: Any, ids: Tensor, padding: Tensor) -> Tensor:
         return self.read(cache, ids)
@@ -215,7 +208,6 @@ WRONG: dict[str, Callable[[], Subject]] = {
     "bytes are those of key-value heads": of(RepeatsHeads),
     "bytes are the memory that is held": of(CutsByAView),
     "bfloat16 beside float32": of(RoundsTwice),
-    "gradients reach every pass of a text": of(WritesInPlace),
 }
 
 
