@@ -171,12 +171,16 @@ class IgnoresPadding(TransformersSubject):
         return self.read(cache, ids)
 
 
+def shared() -> Subject:
+    cache = KVCache()
+    return Subject(small_gpt(), lambda: cache)
+
+
 def of(cache: Callable[[], Any], **options: Any) -> Callable[[], Subject]:
     return lambda: Subject(small_model(), cache, **options)
 
 
 LONGER = of(lambda: SlidingWindowCache(7), window=6)  # by one token
-ONE = KVCache()
 WRONG: dict[str, Callable[[], Subject]] = {
     "a prompt is read at once": of(SeesTheFuture),
     "a second piece follows": of(SeesTheNewOnly),
@@ -200,8 +204,8 @@ WRONG: dict[str, Callable[[], Subject]] = {
     "the whole prompt is cached": of(KeepsOneTooMany),
     "a draft of which two tokens stay": of(KeepsOneTooMany),
     "a copy and its original go on": of(KeepsItself),
-    "two texts in turn": of(lambda: ONE),
-    "a new text after another": of(lambda: ONE),
+    "two texts in turn": shared,
+    "a new text after another": shared,
     "past the context": of(WrapsPositions),
     "another number of rows": of(TakesAnyRows),
     "tokens are counted": of(IsForgotten),
