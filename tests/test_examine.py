@@ -173,7 +173,7 @@ class IgnoresPadding(TransformersSubject):
 
 def shared() -> Subject:
     cache = KVCache()
-    return Subject(small_gpt(), lambda: cache)
+    return Subject(small_model(), lambda: cache)
 
 
 def of(cache: Callable[[], Any], **options: Any) -> Callable[[], Subject]:
