@@ -1,192 +1,878 @@
-"""Is this KV cache right? Some twenty checks compare what a model computes with its cache and without one, in seconds.
+"""Is this KV cache right? Some thirty checks compare what a model computes with a cache and without one, in seconds.
 
-    python3 examine.py                             our own KVCache
-    python3 examine.py borrow/my_gpt.py            a model of our protocol: the file's `model`
-    python3 examine.py chapters/02_kv_cache/exercise.py   a cache: the file's class Cache
-    python3 examine.py FOLDER --cache dynamic      a model of transformers, by folder or name, with a cache of its own or ours
-    python3 examine.py --subject window            one of those that borrow/EXAMINED.md is about
+    python3 examine.py                               a small cache that stands in this file
+    python3 examine.py FILE.py                       your class Cache (append, positions, commit), in a small model
+    python3 examine.py FILE.py --window 6            the same, if it forgets tokens
+    python3 examine.py FILE.py --family gemma3       your make(model), which returns a cache of transformers, in a small
+                                                     random model of a family; --model FOLDER_OR_NAME: in a real one
+    python3 examine.py FILE.py                       your `subject`: any object with whole(), new() and read()
 
-The measure is the model itself, in one pass without a cache, with an explicit mask where the cache forgets tokens. A
-check says what it did, the largest difference of logits and where, and which public bug is of its kind. What a cache has
-no way to do is "not offered", and neither right nor wrong.
+This file needs torch and nothing else: copy it. The measure is the model itself, in one pass without a cache, with an
+explicit mask where the cache forgets tokens. The verdicts are: right; WRONG, a number is wrong; REFUSES, an error with a
+message, after which the cache goes on; BREAKS, any other error, an exit, or no answer in time; not offered, the cache
+has no way to do this; and measured, the difference of an approximate cache.
 
-Shapes: B rows, T tokens, V vocabulary.
+Exit status: 0 if nothing is WRONG and nothing BREAKS, 1 if something does, 2 if there is nothing to examine.
+
+Shapes: B rows, T tokens, S tokens attended to, H heads, D head size, C width, V vocabulary.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import copy
+import functools
+import importlib.util
+import inspect
+import itertools
 import json
 import math
+import multiprocessing
+import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from borrow.examined import (
-    SUBJECTS,
-    TRANSFORMERS_CACHES,
-    NotOffered,
-    Subject,
-    TransformersSubject,
-    subject_of_file,
-)
-from support.cli import CommandLine
-from support.files import write_text
-
 TOLERANCE = 1e-4  # of the largest logit: sums in another order differ in float32's last bits
-TEXT = 40  # tokens of a text, or as many as the context has
+TEXT, LONG_TEXT = 40, 300  # tokens, or as many as the context has
 LONGEST_CONTEXT = 4096  # that is read to its end
-APPROXIMATE = "approximate"
+START_SECONDS = 300  # until a model is loaded
+FEW = "few caches promise this"  # a group of checks
+BAD = ("WRONG", "BREAKS")
+
+
+class NotOffered(Exception):
+    """The examined cache has no way to do this."""
+
+
+class WrongError(Exception):
+    """What is wrong, in a sentence, and the difference of logits if that is what it is."""
+
+    def __init__(self, says: str, difference: Difference | None = None) -> None:
+        super().__init__(says)
+        self.difference = difference
 
 
 class Interrupted(Exception):
     """What a check raises within a pass."""
 
 
-class WrongError(Exception):
-    """A fault that is no difference of logits, in a sentence."""
+class Difference(NamedTuple):
+    """The first token whose logits differ, and what else is wrong in the same piece of text."""
+
+    row: int
+    token: int  # of the text
+    logit: int
+    got: float
+    expected: float
+    largest: float  # of all differences in this piece, relative to the largest logit
+    rows: list[int]  # that differ
+    tokens: list[int]  # that differ
+    piece: tuple[int, int]  # the first and last token that were compared
+    steps: str  # what was done since the cache was made
+
+    def __str__(self) -> str:
+        place = f"row {self.row}, token {self.token}: logit {self.logit} is {self.got:.4g}"
+        return f"{place}, must be {self.expected:.4g} ({self.steps})"
 
 
 class Finding(NamedTuple):
-    """What a check found: "right", "WRONG", "measured" or "not offered"; and the sentence that says it."""
+    """What a check found. verdict: right, WRONG, REFUSES, BREAKS, not offered, or measured."""
 
     check: str
     verdict: str
     says: str
-    kind: str  # public bugs of this kind
+    kind: str = ""  # public bugs of this kind
+    group: str = ""
+    difference: Difference | None = None
 
 
-class Check(NamedTuple):
-    name: str
-    kind: str
-    function: Callable[[Subject, Comparison], str | None]
+# --- What is examined --------------------------------------------------------------------------------
+
+
+class Subject:
+    """A model with a cache of our protocol. Others are subclasses.
+
+    window, sinks: what the cache shows of a text; None: all of it. capacity: tokens that it has room for.
+    approximate: False, if the cache has to compute what the model computes without one; True, or the largest
+    difference that it promises, if it hasn't.
+    """
+
+    promises = True  # what only FEW caches do: a pass that fails changes nothing, which is what commit() is for
+    tolerance = TOLERANCE
+
+    def __init__(
+        self,
+        model: nn.Module,
+        new_cache: Callable[[], Any] | None = None,
+        window: int | None = None,
+        sinks: int = 0,
+        capacity: float = math.inf,
+        approximate: bool | float = False,
+    ) -> None:
+        self.model = model
+        self.new_cache = new_cache or model.new_cache
+        self.window = window
+        self.sinks = sinks
+        self.approximate = approximate
+        self.vocab_size = model.config.vocab_size
+        self.context = min(model.context, capacity)
+
+    def whole(self, ids: Tensor) -> Tensor:
+        """Return the logits (B, T, V) of ids (B, T) in one pass without a cache."""
+        if self.window is None:
+            return self.model(ids)
+        return self.model(ids, MaskOnly(self.window, self.sinks))
+
+    def new(self) -> Any:
+        return self.new_cache()
+
+    def read(self, cache: Any, ids: Tensor) -> Tensor:
+        """Return the logits (B, T, V) of ids (B, T), which follow the cached text."""
+        return self.model(ids, cache)
+
+    def read_padded(self, cache: Any, ids: Tensor, padding: Tensor) -> Tensor:
+        """Return the logits of ids (B, T) after a text whose padding (B, S), the new tokens' included, is 0."""
+        raise NotOffered("rows are of one length")
+
+    def length(self, cache: Any) -> int:
+        return len(cache)
+
+    def truncate(self, cache: Any, n: int) -> None:
+        """Keep the first n tokens. Raises ValueError if the cache refuses."""
+        offered(cache, "truncate")(n)
+
+    def clone(self, cache: Any) -> Any:
+        return offered(cache, "clone")()
+
+    def nbytes(self, cache: Any) -> int:
+        """Return the bytes of a cache: those that it says, or if it doesn't, those that it holds."""
+        nbytes = getattr(cache, "nbytes", None)
+        if nbytes is None:
+            return held_bytes(cache)
+        return nbytes() if callable(nbytes) else nbytes
+
+    def token_bytes(self) -> int:
+        """Return the bytes of a token's keys and values, in every layer of a growing cache."""
+        c = self.model.config
+        heads = getattr(c, "n_kv_head", None) or c.n_head
+        return 2 * c.n_layer * heads * c.head_dim * next(self.model.parameters()).element_size()
+
+    def as_dtype(self, dtype: torch.dtype) -> Subject:
+        """Return the same with weights of another dtype."""
+        other = copy.copy(self)
+        other.model = copy.deepcopy(self.model).to(dtype)
+        return other
+
+
+class MaskOnly:
+    """No cache: a pass over a whole text with an explicit mask of what a cache of `window` tokens and `sinks` shows."""
+
+    layers: tuple = ()
+
+    def __init__(self, window: int, sinks: int) -> None:
+        self.window = window
+        self.sinks = sinks
+
+    def __len__(self) -> int:
+        return 0
+
+    def positions(self, T: int) -> Tensor:
+        return torch.arange(T)
+
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return k, v, self.mask(pos)
+
+    def mask(self, pos: Tensor) -> Tensor:
+        """Return the mask (T, T) of the keys at pos (T,) that each query sees."""
+        near = (pos > pos[:, None] - self.window) | (pos < self.sinks)
+        return (pos <= pos[:, None]) & near
+
+    def commit(self, pos: Tensor) -> None:
+        pass
+
+    truncate = commit
+
+
+class TransformersSubject(Subject):
+    """A model of transformers, with a cache that new_cache(model) makes. promises: whether a pass that fails has to
+    change nothing."""
+
+    def __init__(
+        self,
+        model: Any,
+        new_cache: Callable[[Any], Any],
+        window: int | None = None,
+        sinks: int = 0,
+        approximate: bool | float = False,
+        promises: bool = False,
+    ) -> None:
+        config = model.config.get_text_config(decoder=True)
+        self.model = model
+        self.make = new_cache
+        self.window = window
+        self.sinks = sinks
+        self.approximate = approximate
+        self.promises = promises
+        self.vocab_size = config.vocab_size
+        self.context = config.max_position_embeddings
+        takes = inspect.signature(model.forward).parameters
+        self.argument = "cache" if "cache" in takes else "past_key_values"
+
+    def whole(self, ids: Tensor) -> Tensor:
+        mask = None  # or the model's own windows
+        if self.window is not None:
+            seen = MaskOnly(self.window, self.sinks).mask(torch.arange(ids.size(1)))
+            mask = torch.zeros(1, 1, *seen.shape, dtype=self.model.dtype)
+            mask = mask.masked_fill(~seen, torch.finfo(mask.dtype).min).to(ids.device)
+        return self.model(ids, attention_mask=mask, use_cache=False).logits
+
+    def new(self) -> Any:
+        cache = self.make(self.model)
+        if hasattr(cache, "activate_past_recording"):  # without it, a window can't be cut back
+            cache.activate_past_recording()
+        return cache
+
+    def read(self, cache: Any, ids: Tensor) -> Tensor:
+        return self.model(ids, **{self.argument: cache}).logits
+
+    def read_padded(self, cache: Any, ids: Tensor, padding: Tensor) -> Tensor:
+        positions = (padding.cumsum(-1) - 1).clamp(min=0)[:, -ids.size(1) :]
+        options = {"attention_mask": padding, "position_ids": positions, self.argument: cache}
+        return self.model(ids, **options).logits
+
+    def length(self, cache: Any) -> int:
+        return int(cache.get_seq_length())
+
+    def truncate(self, cache: Any, n: int) -> None:
+        for layer in cache.layers:
+            if not getattr(layer, "is_croppable", hasattr(layer, "crop")):
+                raise NotOffered(f"a {type(layer).__name__} has no crop()")
+        cache.crop(n - self.length(cache))
+
+    def clone(self, cache: Any) -> Any:
+        try:
+            return copy.deepcopy(cache)
+        except RuntimeError as error:
+            raise NotOffered("copy.deepcopy() refuses what it holds") from error
+
+    def nbytes(self, cache: Any) -> int:
+        return cache.ours.nbytes if hasattr(cache, "ours") else held_bytes(cache.layers)
+
+    def token_bytes(self) -> int:
+        c = self.model.config.get_text_config(decoder=True)
+        heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+        size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        return 2 * c.num_hidden_layers * heads * size * self.model.dtype.itemsize
+
+
+class GivenSubject(Subject):
+    """A `subject` of a file: whatever it has; what it lacks isn't asked.
+
+    It needs whole(ids), new() and read(cache, ids), as above; it may have any other method of a Subject, and
+    vocab_size, context, window, sinks, approximate, promises and model. Raises ValueError if it lacks what it needs.
+    """
+
+    def __init__(self, given: Any) -> None:
+        if missing := [name for name in ("whole", "new", "read") if not hasattr(given, name)]:
+            raise ValueError(f"`subject` has no {'(), '.join(missing)}()")
+        for name in dir(Subject):
+            if not name.startswith("_"):
+                setattr(self, name, getattr(given, name, lambda *_, name=name: lacking(name)))
+        self.model = getattr(given, "model", nn.Module())
+        self.vocab_size = getattr(given, "vocab_size", 61)
+        self.context = getattr(given, "context", LONG_TEXT + 20)
+        self.window = getattr(given, "window", None)
+        self.sinks = getattr(given, "sinks", 0)
+        self.approximate = getattr(given, "approximate", False)
+        self.promises = getattr(given, "promises", False)
+        self.tolerance = getattr(given, "tolerance", TOLERANCE)
+
+
+def lacking(name: str) -> None:
+    """Raise NotOffered: there is no method of this name."""
+    raise NotOffered(f"there is no {name}()")
+
+
+def offered(cache: Any, name: str) -> Callable:
+    """Return a method of a cache. Raises NotOffered if it has none."""
+    if not hasattr(cache, name):
+        raise NotOffered(f"a {type(cache).__name__} has no {name}()")
+    return getattr(cache, name)
+
+
+def held_bytes(held: Any) -> int:
+    """Return the bytes of the memory behind all tensors and arrays that an object holds, positions aside."""
+    memory: dict[int, int] = {}
+    visited = set()
+    todo = [held]
+    while todo:
+        each = todo.pop()
+        if id(each) in visited or callable(each):
+            continue
+        visited.add(id(each))
+        if type(each) in (Tensor, nn.Parameter):
+            if each.dtype not in (torch.int64, torch.bool):
+                storage = each.untyped_storage()
+                memory[storage.data_ptr()] = storage.nbytes()
+        elif hasattr(each, "__array_interface__"):
+            while getattr(each, "base", None) is not None:
+                each = each.base
+            memory[id(each)] = each.nbytes
+        elif isinstance(each, dict):
+            todo += each.values()
+        elif isinstance(each, list | tuple | set):
+            todo += each
+        elif hasattr(each, "__dict__"):
+            todo += vars(each).values()
+    return sum(memory.values())
+
+
+# --- The model that a cache is examined in, and a cache that is right ---------------------------------
 
 
 @dataclass
-class Comparison:
-    """The largest difference between logits and what they should be, relative to the largest logit, and where it is."""
+class SmallConfig:
+    """Geometry of the small model."""
 
-    tolerance: float = TOLERANCE
-    largest: float = -1.0
-    where: str = ""
+    vocab_size: int = 61
+    n_ctx: int = LONG_TEXT + 20
+    n_layer: int = 2
+    n_head: int = 4
+    n_kv_head: int = 2
+    n_embd: int = 32
+    head_dim: int = 8
 
-    def add(self, got: Tensor, expected: Tensor, first: int = 0) -> None:
-        """Compare logits (B, T, V) of tokens from `first` on. Raises WrongError if their shapes differ."""
+
+class GrowingCache:
+    """Keys, values and positions of the tokens that were read: the least that our protocol asks of a cache."""
+
+    def __init__(self) -> None:
+        self.layers: list[Tensor] = []  # each layer's keys and values (2, B, H, S, D)
+        self.n_read = 0
+
+    def __len__(self) -> int:
+        return self.n_read
+
+    def positions(self, T: int) -> Tensor:
+        """Return the positions (T,) at which the next T tokens are read."""
+        return self.n_read + torch.arange(T)
+
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Add keys and values (B, H, T, D) at pos (T,). Return all of the layer's (B, H, S, D), and the mask (T, S) of
+        the keys that each query sees; None: each sees those up to its own, as in a first piece or a single token.
+        Raises ValueError if the number of rows changes."""
+        new = torch.stack([k, v])
+        if self.n_read:
+            old = self.layers[layer][:, :, :, : self.n_read]  # not what a failed pass left
+            if old.size(1) != new.size(1):
+                raise ValueError(f"a cache of {old.size(1)} rows got {new.size(1)}")
+            new = torch.cat([old, new], dim=3)
+        self.layers[layer:] = (
+            [new] if layer >= len(self.layers) - 1 else [new, *self.layers[layer + 1 :]]
+        )
+        mask = torch.arange(new.size(3), device=pos.device) <= pos[:, None]
+        return new[0], new[1], mask
+
+    def commit(self, pos: Tensor) -> None:
+        """Count the tokens at pos (T,) as read. A pass that fails never gets here, and so changes nothing."""
+        self.n_read += len(pos)
+
+    def truncate(self, n: int) -> None:
+        """Keep the first n tokens."""
+        self.layers = [kv[:, :, :, :n].clone() for kv in self.layers]
+        self.n_read = n
+
+    def clone(self) -> GrowingCache:
+        return copy.deepcopy(self)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(kv.nbytes for kv in self.layers)
+
+
+class SmallBlock(nn.Module):
+    """Attention in which two query heads share a key head, then an MLP."""
+
+    def __init__(self, config: SmallConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, size = config.n_embd, config.head_dim
+        self.query = nn.Linear(width, config.n_head * size)
+        self.key_value = nn.Linear(width, 2 * config.n_kv_head * size)
+        self.out = nn.Linear(config.n_head * size, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
+
+    def forward(self, x: Tensor, pos: Tensor, cache: Any, layer: int) -> Tensor:
+        B, T, _ = x.shape
+        normed = F.layer_norm(x, x.shape[-1:])
+        size = self.config.head_dim
+        q = self.query(normed).view(B, T, -1, size).transpose(1, 2)
+        k, v = self.key_value(normed).view(B, T, -1, size).transpose(1, 2).chunk(2, dim=1)
+        q, k, mask = rotate(q, pos), rotate(k, pos), None
+        if cache is not None:
+            k, v, mask = cache.append(layer, k, v, pos)
+        causal = mask is None and T > 1
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.mlp(F.layer_norm(x, x.shape[-1:]))
+
+
+def rotate(x: Tensor, pos: Tensor) -> Tensor:
+    """Turn pairs of numbers of x (B, H, T, D) by angles that grow with the positions (T,)."""
+    half = x.size(-1) // 2
+    speed = 100.0 ** (-torch.arange(half, device=x.device) / half)
+    angle = pos[:, None] * speed  # (T, D / 2)
+    cos, sin = angle.cos(), angle.sin()
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+class SmallModel(nn.Module):
+    """Two layers that show most faults of a cache: positions are learned as well as turned, key heads shared."""
+
+    new_cache = GrowingCache
+
+    def __init__(self, config: SmallConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.context = config.n_ctx
+        self.tokens = nn.Embedding(config.vocab_size, config.n_embd)
+        self.places = nn.Embedding(config.n_ctx, config.n_embd)
+        self.blocks = nn.ModuleList(SmallBlock(config) for _ in range(config.n_layer))
+        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+
+    def forward(self, ids: Tensor, cache: Any = None) -> Tensor:
+        """Return the logits (B, T, V) of ids (B, T), which follow the cached text. Raises ValueError if it exceeds the
+        context."""
+        T = ids.size(1)
+        pos = torch.arange(T) if cache is None else cache.positions(T)
+        pos = pos.to(ids.device)
+        if pos.max() >= self.context:
+            raise ValueError(f"position {int(pos.max())} exceeds a context of {self.context}")
+        x = self.tokens(ids) + self.places(pos)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, pos, cache, layer)
+        logits = self.head(F.layer_norm(x, x.shape[-1:]))
+        if cache is not None:
+            cache.commit(pos)  # last of all: a pass that fails leaves the cache as it was
+        return logits
+
+
+def small_model(**changes: Any) -> SmallModel:
+    """Return the small model with random weights. changes: of SmallConfig."""
+    return randomized(SmallModel(SmallConfig(**changes)))
+
+
+def randomized(model: nn.Module) -> nn.Module:
+    """Give a model random weights so large that attention is sharp, or mistakes would not show; return it."""
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.3, generator=draw)
+    return model.eval()
+
+
+FAMILIES: dict[
+    str, tuple[str, dict[str, Any]]
+] = {  # name: how its class's name begins, and changes of its config
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": 6}),
+    "gemma3": (
+        "Gemma3",
+        {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+}
+
+
+def family_model(name: str, **changes: Any) -> Any:
+    """Return a small random model of a family of transformers. changes: of its config."""
+    import transformers
+
+    kind, of_family = FAMILIES[name]
+    config = {
+        "vocab_size": 61,
+        "max_position_embeddings": LONG_TEXT + 20,
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    model_class = getattr(transformers, f"{kind}ForCausalLM")
+    return randomized(model_class(model_class.config_class(**config | of_family | changes)))
+
+
+# --- How a check works -------------------------------------------------------------------------------
+
+
+class Trial:
+    """A check at work on a subject: it makes caches, reads, and compares what it reads with what must be read."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.tolerance = subject.tolerance
+        self.largest = -1.0  # difference, relative to the largest logit
+        self.steps: list[str] = []  # since the last cache was made
+        self.cache: Any = None  # that was read with last,
+        self.text: Tensor | None = None  # and what it was reading
+
+    def ids(self, rows: int = 2, n: int = TEXT, seed: int = 1) -> Tensor:
+        """Return random tokens (B, T), at most as many as the context has, but two."""
+        draw = torch.Generator().manual_seed(seed)
+        n = min(n, self.subject.context - 2)
+        ids = torch.randint(self.subject.vocab_size, (rows, n), generator=draw)
+        parameter = next(self.subject.model.parameters(), ids)
+        return ids.to(parameter.device)
+
+    def other(self, ids: Tensor) -> Tensor:
+        """Return ids that differ everywhere."""
+        return (ids + 1) % self.subject.vocab_size
+
+    def new(self) -> Any:
+        self.steps = []
+        return self.subject.new()
+
+    def read(self, cache: Any, text: Tensor, start: int) -> Tensor:
+        """Return the logits of what stands in text (B, T) from start on; the cache has read the rest."""
+        self.cache, self.text, self.start = cache, text, start
+        self.steps.append(f"read {text.size(1) - start}")
+        return self.subject.read(cache, text[:, start:])
+
+    def filled(self, ids: Tensor) -> Any:
+        """Return a cache that has read ids (B, T)."""
+        cache = self.new()
+        self.read(cache, ids, 0)
+        return cache
+
+    def pieces(self, ids: Tensor, sizes: list[int], cache: Any = None) -> Any:
+        """Read the end of ids (B, T) in pieces of these sizes, and compare each. Return the cache."""
+        if cache is None:
+            cache = self.new()
+        start = ids.size(1) - sum(sizes)
+        expected = self.subject.whole(ids)
+        for size in sizes:
+            got = self.read(cache, ids[:, : start + size], start)
+            self.compare(got, expected[:, start : start + size], start)
+            start += size
+        return cache
+
+    def cut(self, cache: Any, text: Tensor, n: int) -> Tensor:
+        """Cut a cache that has read text (B, T) back to n tokens. Return what it holds then: all, if it refuses because
+        it has forgotten tokens."""
+        subject = self.subject
+        self.cache, self.text, self.start = cache, text, text.size(1)
+        self.steps.append(f"cut to {n}")
+        forgot = subject.window is not None and text.size(1) > subject.window + subject.sinks
+        try:
+            subject.truncate(cache, n)
+        except (ValueError, NotImplementedError) as error:
+            if forgot and str(error):
+                return text
+            raise
+        return text[:, :n]
+
+    def compare(self, got: Tensor, expected: Tensor, first: int = 0) -> None:
+        """Compare logits (B, T, V) of tokens from `first` on. Raises WrongError if they differ, in an approximate cache
+        by more than it promises."""
         if got.shape != expected.shape:
-            raise WrongError(
-                f"logits have shape {tuple(got.shape)} instead of {tuple(expected.shape)}"
-            )
-        apart = (got.float() - expected.float()).abs() / expected.float().abs().max()
-        apart = apart.nan_to_num(nan=math.inf)
+            shapes = f"{tuple(got.shape)}, must be {tuple(expected.shape)}"
+            raise WrongError(f"token {first}: the logits' shape is {shapes}")
+        got, expected = got.float(), expected.float()
+        apart = ((got - expected).abs() / expected.abs().max()).nan_to_num(nan=math.inf)
         largest = float(apart.max())
-        if largest > self.largest:
-            row, token, logit = torch.unravel_index(apart.argmax(), apart.shape)
-            self.largest = largest
-            self.where = f"row {int(row)}, token {first + int(token)}, logit {int(logit)}"
+        self.largest = max(self.largest, largest)
+        allowed = self.tolerance
+        if self.subject.approximate:
+            allowed = sys.float_info.max
+            if self.subject.approximate is not True:
+                allowed = float(self.subject.approximate)
+        wrong = (apart > allowed).any(dim=2)  # (B, T)
+        if not wrong.any():
+            return
+        tokens = wrong.any(dim=0).nonzero()[:, 0].tolist()
+        rows = wrong.any(dim=1).nonzero()[:, 0].tolist()
+        row = int(wrong[:, tokens[0]].nonzero()[0])
+        logit = int(apart[row, tokens[0]].argmax())
+        difference = Difference(
+            row=row,
+            token=first + tokens[0],
+            logit=logit,
+            got=float(got[row, tokens[0], logit]),
+            expected=float(expected[row, tokens[0], logit]),
+            largest=largest,
+            rows=rows,
+            tokens=[first + token for token in tokens],
+            piece=(first, first + got.size(1) - 1),
+            steps=self.history(),
+        )
+        raise WrongError(str(difference), difference)
+
+    def history(self) -> str:
+        """Return what was done since the last cache was made, in words."""
+        words = []
+        for step, times in itertools.groupby(self.steps):
+            n = len([*times])
+            words.append(f"{n} times {step}" if n > 1 else step)
+        return "a new cache: " + ", ".join(words)
+
+    def goes_on(self) -> bool:
+        """Return whether the cache, which has just refused, reads a token as if it hadn't been asked, or refuses it."""
+        text, start = self.text, self.start
+        if text is None:
+            return True
+        if start == text.size(1):  # it refused a cut
+            text = torch.cat([text, text[:, :1]], dim=1)
+        text = text[:, : start + 1]
+        try:
+            self.compare(
+                self.read(self.cache, text, start), self.subject.whole(text)[:, start:], start
+            )
+        except (ValueError, NotImplementedError) as error:
+            return str(error) != ""
+        return True
+
+
+class Check(NamedTuple):
+    """A question to a cache. kind: public bugs of its kind; group: FEW, or nothing."""
+
+    name: str
+    kind: str
+    function: Callable[[Trial], str | None]
+    group: str = ""
+
+    def find(self, subject: Subject) -> Finding:
+        """Return what this check finds."""
+        trial = Trial(subject)
+        torch.manual_seed(0)
+        try:
+            with torch.no_grad():
+                try:
+                    says = self.function(trial)
+                except (ValueError, NotImplementedError) as refusal:
+                    if not str(refusal) or not trial.goes_on():
+                        raise
+                    return self.finding(subject, "REFUSES", in_words(refusal))
+        except NotOffered as error:
+            return self.finding(subject, "not offered", str(error))
+        except WrongError as error:
+            return self.finding(subject, "WRONG", str(error), error.difference)
+        except (
+            Exception,
+            SystemExit,
+            KeyboardInterrupt,
+        ) as error:  # whatever a stranger's code raises
+            return self.finding(subject, "BREAKS", f"{in_words(error)} ({trial.history()})")
+        difference = f"{max(trial.largest, 0):.1e} of the largest logit"
+        if says is not None:
+            return self.finding(subject, "measured", says)
+        exact = trial.largest <= trial.tolerance
+        return self.finding(subject, "right" if exact else "measured", difference)
+
+    def finding(
+        self, subject: Subject, verdict: str, says: str, difference: Difference | None = None
+    ) -> Finding:
+        """Return a finding of this check. What few caches promise isn't wrong in one that doesn't."""
+        if self.group and not subject.promises and verdict in (*BAD, "REFUSES"):
+            verdict, says = "not offered", f"not promised: {says}"
+        return Finding(self.name, verdict, says, self.kind, self.group, difference)
+
+
+def in_words(error: BaseException) -> str:
+    """Return the name and the message of an error, on one line."""
+    words = " ".join(f"{type(error).__name__}: {error}".split())
+    return f"{words:.160}"
 
 
 CHECKS: list[Check] = []
 
 
-def check(name: str, kind: str) -> Callable:
+def check(name: str, kind: str, group: str = "") -> Callable:
     """Add a function to the checks. kind: public bugs of this kind, as project#number."""
 
     def add(function: Callable) -> Callable:
-        CHECKS.append(Check(name, kind, function))
+        CHECKS.append(Check(name, kind, function, group))
         return function
 
     return add
 
 
-def examine(subject: Subject, approximate: bool = False, only: str = "") -> Iterator[Finding]:
-    """Yield what each check finds. approximate: differences are measured, and aren't wrong."""
+def examine(subject: Subject, only: str = "") -> Iterator[Finding]:
+    """Yield what each check finds whose name contains `only`."""
     for each in CHECKS:
-        if only and only not in each.name:
-            continue
-        comparison = Comparison()
-        torch.manual_seed(0)
-        try:
-            with torch.no_grad():
-                says = each.function(subject, comparison)
-        except NotOffered as error:
-            yield Finding(each.name, "not offered", str(error), each.kind)
-            continue
-        except WrongError as error:
-            yield Finding(each.name, "WRONG", str(error), each.kind)
-            continue
-        except Exception as error:  # whatever a stranger's code raises is what this check found
-            words = " ".join(f"{type(error).__name__}: {error}".split())
-            yield Finding(each.name, "WRONG", f"{words:.160}", each.kind)
-            continue
-        difference = f"{max(comparison.largest, 0):.1e} of the largest logit"
-        if says is not None:
-            yield Finding(each.name, "measured", says, each.kind)
-        elif comparison.largest <= comparison.tolerance:
-            yield Finding(each.name, "right", difference, each.kind)
-        else:
-            verdict = "measured" if approximate and comparison.largest < math.inf else "WRONG"
-            yield Finding(each.name, verdict, f"{difference}, at {comparison.where}", each.kind)
+        if only in each.name:
+            yield each.find(subject)
 
 
-# --- What the checks do ------------------------------------------------------------------------------
+# --- The checks: each goes from small to large, so that the first difference has the smallest input ----
 
 
-def random_ids(subject: Subject, rows: int = 2, n: int = 0, seed: int = 1) -> Tensor:
-    """Return random tokens (B, T), by default as many as TEXT or the context allows."""
-    draw = torch.Generator().manual_seed(seed)
-    n = n or min(TEXT, subject.context - 2)
-    ids = torch.randint(subject.vocab_size, (rows, n), generator=draw)
-    return ids.to(next(subject.model.parameters()).device)
+@check("a prompt is read at once", "Mikyx-1/TinyLLM#17")
+def _(trial: Trial) -> None:
+    for n in (1, 2, 3, 8, TEXT):
+        ids = trial.ids(n=n)
+        trial.pieces(ids, [ids.size(1)])
 
 
-def read_pieces(
-    subject: Subject, comparison: Comparison, ids: Tensor, sizes: list[int], cache: Any = None
-) -> Any:
-    """Read ids (B, T) in pieces of these sizes, after what the cache holds of them; compare each piece. Return the
-    cache."""
-    expected, cache = subject.whole(ids), subject.new() if cache is None else cache
-    start = ids.size(1) - sum(sizes)
-    for piece in ids[:, start:].split(sizes, dim=1):
-        end = start + piece.size(1)
-        comparison.add(subject.read(cache, piece), expected[:, start:end], start)
-        start = end
-    return cache
+@check("a second piece follows", "hyprstream#1521, candle#3743")
+def _(trial: Trial) -> None:
+    for first, second in ((1, 2), (2, 2), (3, 5), (8, 3), (20, 20)):
+        ids = trial.ids(n=first + second)
+        trial.pieces(ids, [ids.size(1) - second, second])
 
 
-def filled(subject: Subject, ids: Tensor) -> Any:
-    """Return a cache that has read ids (B, T)."""
-    cache = subject.new()
-    subject.read(cache, ids)
-    return cache
+@check("one token at a time", "mlx-lm#390, TrenTorch#192")
+def _(trial: Trial) -> None:
+    ids = trial.ids()
+    trial.pieces(ids, [1] * ids.size(1))
 
 
-def executed(model: nn.Module) -> list[nn.Module]:
-    """Return the innermost modules of a model, in the order of their names."""
-    return [
-        module for module in model.modules() if not [*module.children()] and [*module.parameters()]
-    ]
+@check("pieces of any size", "transformers#45513")
+def _(trial: Trial) -> None:
+    draw = torch.Generator().manual_seed(2)
+    for seed in range(8):
+        ids = trial.ids(seed=seed)
+        trial.pieces(ids, random_sizes(draw, ids.size(1), [1, 3, TEXT][seed % 3]))
+
+
+def random_sizes(draw: torch.Generator, n: int, largest: int) -> list[int]:
+    """Return sizes of pieces, at most `largest`, of a text of n tokens."""
+    sizes: list[int] = []
+    while (left := n - sum(sizes)) > 0:
+        sizes.append(min(left, int(torch.randint(1, largest + 1, (), generator=draw))))
+    return sizes
+
+
+@check("a long text, one token at a time", "transformers#47912, mlx-lm#390")
+def _(trial: Trial) -> None:
+    """After a prompt of a quarter: over every boundary of a page, and lengths at which a rotation changes."""
+    ids = trial.ids(1, LONG_TEXT)
+    n = ids.size(1) // 4
+    trial.pieces(ids, [n] + [1] * (ids.size(1) - n))
+
+
+@check("a long text in pieces", "hyprstream#1521")
+def _(trial: Trial) -> None:
+    draw = torch.Generator().manual_seed(3)
+    for largest in (20, 150):
+        ids = trial.ids(2, LONG_TEXT)
+        trial.pieces(ids, random_sizes(draw, ids.size(1), largest))
+
+
+@check("a piece longer than the window, on a full one", "mlxcel#679, LLMs-from-scratch (optimized)")
+def _(trial: Trial) -> None:
+    window = window_of(trial.subject)
+    for second in (window + 1, 2 * window):
+        ids = trial.ids(n=2 * window + second)
+        trial.pieces(ids, [ids.size(1) - second, second])
+
+
+@check("the window's first and last token", "transformers#37574, litgpt#2153")
+def _(trial: Trial) -> None:
+    """Each length around the place where the window is full as a prompt, and one token at a time over it."""
+    window = window_of(trial.subject)
+    for n in range(max(1, window - 2), window + 3):
+        trial.pieces(trial.ids(n=n + 4), [n, 1, 1, 2])
+    ids = trial.ids(n=3 * window)
+    trial.pieces(ids, [1] * ids.size(1))
+
+
+def window_of(subject: Subject) -> int:
+    """Return the tokens that a cache shows, or a model of transformers. Raises NotOffered if these are all."""
+    window = subject.window
+    if window is None and isinstance(subject, TransformersSubject):
+        window = getattr(subject.model.config.get_text_config(), "sliding_window", None)
+    if window is None or 4 * (window + subject.sinks) >= subject.context:
+        raise NotOffered("it has no window below a quarter of the context")
+    return window + subject.sinks
+
+
+@check("rows of a batch, alone and together", "reasoning-from-scratch#33")
+def _(trial: Trial) -> None:
+    for rows in range(1, 6):
+        ids = trial.ids(rows)
+        expected = torch.cat([trial.subject.whole(row[None]) for row in ids])
+        cache, start = trial.new(), 0
+        for size in (ids.size(1) - 5, 4, 1):
+            got = trial.read(cache, ids[:, : start + size], start)
+            trial.compare(got, expected[:, start : start + size], start)
+            start += size
+
+
+@check("texts that are padded on the left", "nnsight#673")
+def _(trial: Trial) -> None:
+    subject, ids, n_padded = trial.subject, trial.ids(2), 5
+    padding = torch.ones_like(ids)
+    padding[0, :n_padded] = 0
+    cache, start = trial.new(), ids.size(1) - 6
+    subject.read_padded(cache, ids[:, :start], padding[:, :start])
+    for end in range(start + 1, ids.size(1) + 1):
+        got = subject.read_padded(cache, ids[:, end - 1 : end], padding[:, :end])
+        trial.compare(got[1:], subject.whole(ids[1:, :end])[:, -1:], end - 1)
+        trial.compare(got[:1], subject.whole(ids[:1, n_padded:end])[:, -1:], end - 1)
+
+
+@check("a neighbour of NaN", "pytorch#103963, pytorch#101967")
+def _(trial: Trial) -> None:
+    ids = trial.ids()
+    expected = trial.subject.whole(ids)
+    factor = torch.tensor([1.0, math.nan])[:, None, None].to(ids.device)
+    with embedding_times(trial.subject, factor):
+        cache, start = trial.new(), 0
+        for end in range(7, ids.size(1), 7):
+            got = trial.read(cache, ids[:, :end], start)
+            trial.compare(got[:1], expected[:1, start:end], start)
+            start = end
 
 
 @contextlib.contextmanager
-def failing(subject: Subject, ids: Tensor, at_end: bool) -> Iterator[None]:
+def embedding_times(subject: Subject, factor: Tensor | float) -> Iterator[None]:
+    """Multiply what the model's first embedding returns. Raises NotOffered if the model has none."""
+    embedding = next((m for m in subject.model.modules() if isinstance(m, nn.Embedding)), None)
+    if embedding is None:
+        raise NotOffered("the model has no nn.Embedding")
+    hook = embedding.register_forward_hook(lambda module, args, out: (out * factor).to(out.dtype))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextlib.contextmanager
+def failing(subject: Subject, ids: Tensor, at_end: bool, error: type) -> Iterator[None]:
     """Any pass fails as it comes to its last module, or to one in the middle."""
     order: list[nn.Module] = []
     hooks = [
-        m.register_forward_pre_hook(lambda module, _: order.append(module))
-        for m in executed(subject.model)
+        module.register_forward_pre_hook(lambda module, _: order.append(module))
+        for module in subject.model.modules()
+        if not [*module.children()] and [*module.parameters()]
     ]
     subject.whole(ids[:, :2])
     for hook in hooks:
         hook.remove()
     if not order:
-        raise NotOffered("the model has no modules to interrupt")
+        raise NotOffered("there is no model whose pass could be made to fail")
 
     def fail(*_: object) -> None:
-        raise Interrupted
+        raise error
 
     hook = order[-1 if at_end else len(order) // 2].register_forward_pre_hook(fail)
     try:
@@ -195,468 +881,576 @@ def failing(subject: Subject, ids: Tensor, at_end: bool) -> Iterator[None]:
         hook.remove()
 
 
-def interrupted(subject: Subject, cache: Any, ids: Tensor, at_end: bool) -> None:
-    """Read ids in a pass that fails. Raises WrongError if it doesn't."""
-    with failing(subject, ids, at_end):
+def fail_pass(
+    trial: Trial,
+    cache: Any,
+    text: Tensor,
+    start: int,
+    at_end: bool = True,
+    error: type = Interrupted,
+) -> None:
+    """Read what stands in text from start on, in a pass that fails. Raises WrongError if it doesn't."""
+    with failing(trial.subject, text, at_end, error):
         try:
-            subject.read(cache, ids)
-        except Interrupted:
+            trial.read(cache, text, start)
+        except error:
+            trial.steps[-1] = f"a pass of {text.size(1) - start} that fails"
             return
     raise WrongError("a pass whose last module raised an error came to its end")
 
 
-@check("a prompt is read at once", "Mikyx-1/TinyLLM#17")
-def _(subject: Subject, comparison: Comparison) -> None:
-    ids = random_ids(subject)
-    read_pieces(subject, comparison, ids, [ids.size(1)])
-
-
-@check("a second piece follows", "hyprstream#1521, candle#3743")
-def _(subject: Subject, comparison: Comparison) -> None:
-    ids = random_ids(subject)
-    read_pieces(subject, comparison, ids, [ids.size(1) // 2, ids.size(1) - ids.size(1) // 2])
-
-
-@check("one token at a time", "mlx-lm#390, TrenTorch#192")
-def _(subject: Subject, comparison: Comparison) -> None:
-    ids = random_ids(subject)
-    read_pieces(subject, comparison, ids, [1] * ids.size(1))
-
-
-@check("pieces of any size", "transformers#45513")
-def _(subject: Subject, comparison: Comparison) -> None:
-    draw = torch.Generator().manual_seed(2)
-    for seed in range(8):
-        ids = random_ids(subject, seed=seed)
-        sizes: list[int] = []
-        while (left := ids.size(1) - sum(sizes)) > 0:
-            size = int(torch.randint(1, [2, 4, left + 1][seed % 3], (), generator=draw))
-            sizes.append(min(size, left))
-        read_pieces(subject, comparison, ids, sizes)
-
-
-@check("a piece longer than the window, on a full one", "mlxcel#679, LLMs-from-scratch (optimized)")
-def _(subject: Subject, comparison: Comparison) -> None:
-    window = window_of(subject)
-    ids = random_ids(subject, n=min(subject.context - 1, 4 * window))
-    first = 2 * window
-    read_pieces(subject, comparison, ids, [first, ids.size(1) - first])
-
-
-@check("the window's first and last token", "transformers#37574, litgpt#2153")
-def _(subject: Subject, comparison: Comparison) -> None:
-    """One token at a time, over the place where the window is full; and each length around it as a prompt."""
-    window = window_of(subject)
-    ids = random_ids(subject, n=min(subject.context - 1, 3 * window))
-    read_pieces(subject, comparison, ids, [1] * ids.size(1))
-    for n in range(max(1, window - 2), window + 3):
-        read_pieces(subject, comparison, ids[:, : n + 4], [n, 1, 1, 2])
-
-
-def window_of(subject: Subject) -> int:
-    window = subject.window
-    if window is None and isinstance(subject, TransformersSubject):
-        window = getattr(subject.model.config.get_text_config(), "sliding_window", None)
-    if window is None or 2 * window >= subject.context:
-        raise NotOffered("it has no window below half the context")
-    return window + subject.sinks
-
-
-@check("rows of a batch, alone and together", "reasoning-from-scratch#33")
-def _(subject: Subject, comparison: Comparison) -> None:
-    ids = random_ids(subject, 3)
-    cache = filled(subject, ids[:, :-5])
-    together = torch.cat([subject.read(cache, ids[:, -5:-1]), subject.read(cache, ids[:, -1:])], 1)
-    for row in range(3):
-        alone = subject.whole(ids[row : row + 1])[:, -5:]
-        comparison.add(together[row : row + 1], alone, ids.size(1) - 5)
-
-
-@check("texts that are padded on the left", "nnsight#673")
-def _(subject: Subject, comparison: Comparison) -> None:
-    ids, n = random_ids(subject, 2), 5
-    padding = torch.ones_like(ids)
-    padding[0, :n] = 0
-    cache, start = subject.new(), ids.size(1) - 6
-    subject.read_padded(cache, ids[:, :start], padding[:, :start])
-    got = [
-        subject.read_padded(cache, ids[:, i : i + 1], padding[:, : i + 1])
-        for i in range(start, ids.size(1))
-    ]
-    together = torch.cat(got, 1)
-    comparison.add(together[:1], subject.whole(ids[:1, n:])[:, -6:], start)
-    comparison.add(together[1:], subject.whole(ids[1:])[:, -6:], start)
-
-
-@check("a neighbour of NaN", "pytorch#103963, pytorch#101967")
-def _(subject: Subject, comparison: Comparison) -> None:
-    ids, expected = random_ids(subject), subject.whole(random_ids(subject))
-    embedding = next((m for m in subject.model.modules() if isinstance(m, nn.Embedding)), None)
-    if embedding is None:
-        raise NotOffered("the model has no nn.Embedding")
-    factor = torch.tensor([1.0, math.nan])[:, None, None].to(ids.device)
-    hook = embedding.register_forward_hook(lambda module, args, out: out * factor.to(out.dtype))
-    cache = subject.new()
-    try:
-        got = torch.cat([subject.read(cache, piece) for piece in ids.split(7, dim=1)], 1)
-    finally:
-        hook.remove()
-    comparison.add(got[:1], expected[:1])
-
-
-@check("a pass that fails in the middle, then goes on", "llama.cpp#27068")
-def _(subject: Subject, comparison: Comparison) -> None:
-    go_on_after_failure(subject, comparison, at_end=False)
-
-
-@check("a pass that fails at its end, then goes on", "llama.cpp#27068")
-def _(subject: Subject, comparison: Comparison) -> None:
-    go_on_after_failure(subject, comparison, at_end=True)
-
-
-def go_on_after_failure(subject: Subject, comparison: Comparison, at_end: bool) -> None:
+def go_on_after_failure(trial: Trial, at_end: bool, error: type = Interrupted) -> None:
     """Other tokens are read by passes that fail: a piece and a single token, early and late in a text."""
-    ids = random_ids(subject)
-    other = (ids + 1) % subject.vocab_size
+    ids = trial.ids()
     for n in (0, 4, ids.size(1) - 8):
         for size in (1, 4):
-            cache = filled(subject, ids[:, :n]) if n else subject.new()
-            interrupted(subject, cache, other[:, n : n + size], at_end)
-            read_pieces(subject, comparison, ids[:, : n + 8], [5, 1, 2], cache)
+            cache = trial.filled(ids[:, :n]) if n else trial.new()
+            other = torch.cat([ids[:, :n], trial.other(ids[:, n : n + size])], dim=1)
+            fail_pass(trial, cache, other, n, at_end, error)
+            trial.pieces(ids[:, : n + 8], [1, 5, 2], cache)
+            cache = trial.filled(ids[:, :n]) if n else trial.new()
+            fail_pass(trial, cache, other, n, at_end, error)
+            trial.pieces(ids[:, : n + 8], [5, 1, 2], cache)
 
 
-@check("a text is cut back, then goes on", "einygpt#2")
-def _(subject: Subject, comparison: Comparison) -> None:
-    ids = random_ids(subject)
-    for n, kept in ((5, 3), (10, 9), (10, 4), (12, 1)):
-        if evicted(subject, n):
-            continue
-        cache = filled(
-            subject, (ids[:, :n] + torch.arange(n, device=ids.device).ge(kept)) % subject.vocab_size
-        )
-        subject.truncate(cache, kept)
-        read_pieces(subject, comparison, ids[:, : kept + 10], [4, 1, 5], cache)
+@check("a pass that fails in the middle, then goes on", "llama.cpp#27068", FEW)
+def _(trial: Trial) -> None:
+    go_on_after_failure(trial, at_end=False)
 
 
-def evicted(subject: Subject, n: int) -> bool:
-    """Whether a cache that has read n tokens has forgotten some."""
-    return subject.window is not None and n > subject.window + subject.sinks
+@check("a pass that fails at its end, then goes on", "llama.cpp#27068", FEW)
+def _(trial: Trial) -> None:
+    go_on_after_failure(trial, at_end=True)
 
 
-@check("a pass that fails, then a cut", "llama.cpp#27068, einygpt#2")
-def _(subject: Subject, comparison: Comparison) -> None:
+@check("a pass that Ctrl-C ends, then goes on", "llama.cpp#27068", FEW)
+def _(trial: Trial) -> None:
+    go_on_after_failure(trial, at_end=True, error=KeyboardInterrupt)
+
+
+@check("a pass of NaN that fails, then goes on", "pytorch#103963", FEW)
+def _(trial: Trial) -> None:
+    ids = trial.ids()
+    for n in (4, ids.size(1) - 12):
+        for size in (1, 4):
+            cache = trial.filled(ids[:, :n])
+            with embedding_times(trial.subject, math.nan):
+                fail_pass(trial, cache, ids[:, : n + size], n)
+            trial.pieces(ids[:, : n + 8], [5, 1, 2], cache)
+
+
+@check("a pass that fails, then a cut", "llama.cpp#27068, einygpt#2", FEW)
+def _(trial: Trial) -> None:
     """On a cache of any length, also on a window that has just been filled."""
-    ids = random_ids(subject)
-    other, limit = (ids + 1) % subject.vocab_size, (subject.window or 9) + subject.sinks
+    ids, limit = trial.ids(), (trial.subject.window or 9) + trial.subject.sinks
     for n in (limit - 1, limit, limit + 1):
         for size in (1, 4):
-            cache = filled(subject, ids[:, :n])
-            interrupted(subject, cache, other[:, n : n + size], at_end=True)
-            with contextlib.suppress(NotOffered):
-                subject.truncate(cache, n - 2)
-                read_pieces(subject, comparison, ids[:, : n + 6], [1, 4, 3], cache)
-    if comparison.largest < 0:
-        raise NotOffered("no cache of this kind is cut back")
+            cache = trial.filled(ids[:, :n])
+            fail_pass(
+                trial, cache, torch.cat([ids[:, :n], trial.other(ids[:, n : n + size])], 1), n
+            )
+            held = trial.cut(cache, ids[:, :n], n - 2)
+            text = torch.cat([held, ids[:, n : n + 8]], dim=1)
+            trial.pieces(text, [1, 4, 3], cache)
+
+
+@check("a failed pass isn't counted", "TrenTorch#192", FEW)
+def _(trial: Trial) -> None:
+    ids = trial.ids()
+    cache = trial.filled(ids[:, :6])
+    for size in (1, 3):
+        fail_pass(trial, cache, ids[:, : 6 + size], 6)
+        counted = trial.subject.length(cache)
+        if counted != 6:
+            after = f"after 6 tokens, and {size} in a pass that failed"
+            raise WrongError(f"the count is {counted}, must be 6, {after}")
+
+
+def cut_and_go_on(trial: Trial, n: int, kept: int, sizes: list[int]) -> None:
+    """Read n tokens, cut back to some, count them, and go on with others."""
+    ids = trial.ids(n=n + sum(sizes))
+    read = ids[:, :n]
+    cache = trial.filled(torch.cat([read[:, :kept], trial.other(read[:, kept:])], dim=1))
+    held = trial.cut(cache, trial.text, kept)
+    trial.pieces(torch.cat([held, ids[:, n:]], dim=1), sizes, cache)
+
+
+@check("a text is cut back anywhere, then goes on", "einygpt#2")
+def _(trial: Trial) -> None:
+    for n in (2, 5, 24, min(70, trial.subject.context - 6)):
+        for kept in range(1, n):
+            cut_and_go_on(trial, n, kept, [1, 3] if kept % 2 else [3, 1])
 
 
 @check("another ending of the same text", "llama.cpp#9866, mlc-llm#3179")
-def _(subject: Subject, comparison: Comparison) -> None:
-    ids = random_ids(subject, n=min(20, subject.context - 2, subject.window or 20))
-    other, n = ids.clone(), 4
-    other[:, n:] = (other[:, n:] + 1) % subject.vocab_size
-    cache = filled(subject, ids)
-    subject.truncate(cache, n)
-    read_pieces(subject, comparison, other, [1, other.size(1) - n - 1], cache)
+def _(trial: Trial) -> None:
+    cut_and_go_on(trial, min(20, trial.subject.window or 20), 4, [1, 15])
 
 
 @check("the whole prompt is cached", "nano-vllm#144, llama.cpp#730")
-def _(subject: Subject, comparison: Comparison) -> None:
+def _(trial: Trial) -> None:
     """The last token is read again, for its logits."""
-    n = min(12, subject.window or 12)
-    ids = random_ids(subject, n=n)
-    cache = filled(subject, ids)
-    subject.truncate(cache, n - 1)
-    read_pieces(subject, comparison, ids, [1], cache)
+    for n in (2, min(12, trial.subject.window or 12)):
+        ids = trial.ids(n=n)
+        cache = trial.filled(ids)
+        held = trial.cut(cache, ids, n - 1)
+        trial.pieces(torch.cat([held, ids[:, -1:]], dim=1), [1], cache)
 
 
 @check("a draft of which two tokens stay", "transformers#47912, mlx-lm#1109")
-def _(subject: Subject, comparison: Comparison) -> None:
-    ids = random_ids(subject, 1)
-    n = min(3, (subject.window or 7) - 4)
-    cache = filled(subject, ids[:, :n])
-    draft = torch.cat([ids[:, n : n + 2], (ids[:, n + 2 : n + 4] + 1) % subject.vocab_size], 1)
-    subject.read(cache, draft)
-    subject.truncate(cache, n + 2)
-    read_pieces(subject, comparison, ids[:, :16], [1, 4, 16 - n - 7], cache)
+def _(trial: Trial) -> None:
+    ids = trial.ids(1)
+    n = max(1, min(3, (trial.subject.window or 7) - 4))
+    cache = trial.filled(ids[:, :n])
+    draft = torch.cat([ids[:, : n + 2], trial.other(ids[:, n + 2 : n + 4])], dim=1)
+    trial.read(cache, draft, n)
+    held = trial.cut(cache, draft, n + 2)
+    trial.pieces(torch.cat([held, ids[:, n + 4 : 18]], dim=1), [1, 4, 18 - n - 9], cache)
 
 
 @check("a copy and its original go on", "transformers#37078")
-def _(subject: Subject, comparison: Comparison) -> None:
-    ids = random_ids(subject)
-    other, n = ids.clone(), ids.size(1) - 12
-    other[:, n:] = (other[:, n:] + 1) % subject.vocab_size
-    cache = filled(subject, ids[:, :n])
-    copied = subject.clone(cache)
-    for size in (1, 4, 1, 6):
-        start = subject.length(cache)
-        for each, text in ((cache, ids), (copied, other)):
-            expected = subject.whole(text[:, : start + size])[:, start:]
-            comparison.add(subject.read(each, text[:, start : start + size]), expected, start)
+def _(trial: Trial) -> None:
+    """At every length: the copy reads other tokens, and both in turn."""
+    text = trial.ids(n=TEXT + 30)
+    for n in range(1, text.size(1) - 6):
+        ids = text[:, : n + 6]
+        other = torch.cat([ids[:, :n], trial.other(ids[:, n:])], dim=1)
+        cache = trial.filled(ids[:, :n])
+        trial.steps.append("copy")
+        copied = trial.subject.clone(cache)
+        expected, expected_other = trial.subject.whole(ids), trial.subject.whole(other)
+        for start, end in ((n, n + 1), (n + 1, n + 5), (n + 5, n + 6)):
+            trial.compare(trial.read(cache, ids[:, :end], start), expected[:, start:end], start)
+            got = trial.read(copied, other[:, :end], start)
+            trial.compare(got, expected_other[:, start:end], start)
 
 
 @check("two texts in turn", "LMCache#4385, vllm#30931")
-def _(subject: Subject, comparison: Comparison) -> None:
-    texts = [random_ids(subject, 1, seed=seed) for seed in (3, 4)]
-    expected, caches = [subject.whole(text) for text in texts], [subject.new(), subject.new()]
+def _(trial: Trial) -> None:
+    texts = [trial.ids(1, seed=seed) for seed in (3, 4)]
+    expected = [trial.subject.whole(text) for text in texts]
+    caches = [trial.new(), trial.new()]
     start = 0
-    for size in (7, 1, 1, 5):
+    for size in (2, 1, 7, 1, 5):
+        end = start + size
         for text, whole, cache in zip(texts, expected, caches, strict=True):
-            got = subject.read(cache, text[:, start : start + size])
-            comparison.add(got, whole[:, start : start + size], start)
-        start += size
+            trial.compare(trial.read(cache, text[:, :end], start), whole[:, start:end], start)
+        start = end
 
 
 @check("a new text after another", "llama.cpp#27068")
-def _(subject: Subject, comparison: Comparison) -> None:
-    filled(subject, random_ids(subject, 3, seed=5))
-    ids = random_ids(subject, seed=6)
-    read_pieces(subject, comparison, ids, [7, 1, ids.size(1) - 8])
+def _(trial: Trial) -> None:
+    trial.filled(trial.ids(seed=5))
+    ids = trial.ids(seed=6)
+    trial.pieces(ids, [7, 1, ids.size(1) - 8])
 
 
 @check("past the context", "mlx-lm#390, einygpt#2")
-def _(subject: Subject, comparison: Comparison) -> None:
+def _(trial: Trial) -> None:
     """What is too long is refused, and what was read before stays."""
-    if subject.context > LONGEST_CONTEXT:
-        raise NotOffered(f"a context of {subject.context:,} tokens takes too long to fill")
-    ids = random_ids(subject, 1, int(subject.context) + 3)
-    for n, size in ((subject.context - 4, 7), (subject.context, 1)):
+    context = trial.subject.context
+    if context > LONGEST_CONTEXT:
+        raise NotOffered(f"a context of {context:,} tokens takes too long to fill")
+    ids = torch.cat([trial.ids(1, context), trial.ids(1, 5, seed=2)], dim=1)
+    for n, size in ((context - 4, 7), (context, 1)):
         for copied in (False, True):
-            cache = filled(subject, ids[:, :n])
+            cache = trial.filled(ids[:, :n])
             with contextlib.suppress(NotOffered):
-                cache = subject.clone(cache) if copied else cache
-            read_too_much(subject, comparison, cache, ids[:, : n + size], size)
+                cache = trial.subject.clone(cache) if copied else cache
+            read_too_much(trial, cache, ids[:, : n + size], n)
 
 
-def read_too_much(
-    subject: Subject, comparison: Comparison, cache: Any, ids: Tensor, size: int
-) -> None:
-    """Read the last `size` tokens of ids (1, T), which exceed the context. What a model reads without a cache may be
-    read, and anything else has to be refused, and the text to go on."""
-    n = ids.size(1) - size
+def read_too_much(trial: Trial, cache: Any, ids: Tensor, n: int) -> None:
+    """Read ids (1, T) from the n-th token on, which exceed the context: what the model reads without a cache may be
+    read; anything else has to be refused, in the model's own way at least, and the text to go on."""
     try:
-        got = subject.read(cache, ids[:, n:])
-    except Exception:  # any refusal will do
-        if n < subject.context:
-            read_pieces(subject, comparison, ids[:, : subject.context], [3, 1], cache)
-        comparison.largest = max(comparison.largest, 0.0)
+        got = trial.read(cache, ids, n)
+    except Exception as error:
+        if not isinstance(error, ValueError | NotImplementedError) or not str(error):
+            with contextlib.suppress(type(error)):
+                trial.subject.whole(ids)
+                raise
+        if n < trial.subject.context:
+            trial.pieces(ids[:, : trial.subject.context], [3, 1], cache)
         return
     try:
-        expected = subject.whole(ids)
+        expected = trial.subject.whole(ids)
     except Exception as error:
         raise WrongError(
-            "without a cache what exceeds the context is refused, and with it isn't"
+            f"token {n}: it is read, must be refused, as it is without a cache"
         ) from error
-    comparison.add(got, expected[:, n:], n)
+    trial.compare(got, expected[:, n:], n)
+
+
+@check("another number of rows", "gpt-fast#202")
+def _(trial: Trial) -> None:
+    """A text of two rows goes on with one: that is refused, by any error, and the two go on."""
+    ids = trial.ids()
+    n = ids.size(1) - 6
+    cache = trial.filled(ids[:, :n])
+    for size in (1, 3):
+        try:
+            got = trial.read(cache, ids[1:, : n + size], n)
+        except Exception:  # any will do
+            trial.steps[-1] = f"read {size} of one row, which is refused"
+            continue
+        trial.compare(got, trial.subject.whole(ids[1:, : n + size])[:, n:], n)
+        return
+    if trial.subject.promises:
+        trial.pieces(ids, [1, 5], cache)
 
 
 @check("tokens are counted", "transformers#38156, transformers#30377")
-def _(subject: Subject, comparison: Comparison) -> None:
-    """After each pass, of any size; also if a token's embedding is 0."""
-    ids = random_ids(subject)
-    embedding = next((m for m in subject.model.modules() if isinstance(m, nn.Embedding)), None)
-    zero = embedding.register_forward_hook(lambda m, args, out: out * 0) if embedding else None
-    cache, n = subject.new(), 0
-    try:
-        for size in (1, 6, 1, 9, 2):
-            subject.read(cache, ids[:, n : n + size])
-            n += size
-            if (counted := subject.length(cache)) != n:
-                hint = "; is commit() called?" if counted == 0 else ""
-                raise WrongError(f"after {n} tokens the cache counts {counted}{hint}")
-    finally:
-        if zero:
-            zero.remove()
-    comparison.largest = 0.0
+def _(trial: Trial) -> None:
+    """After each pass, of any size, and each cut; also if a token's embedding is 0."""
+    ids = trial.ids()
+    with contextlib.suppress(NotOffered), embedding_times(trial.subject, 0.0):
+        count_passes(trial, ids)
+        return
+    count_passes(trial, ids)
 
 
-@check("a failed pass isn't counted", "TrenTorch#192")
-def _(subject: Subject, comparison: Comparison) -> None:
-    ids = random_ids(subject)
-    cache = filled(subject, ids[:, :6])
-    for size in (1, 3):
-        interrupted(subject, cache, ids[:, 6 : 6 + size], at_end=True)
-        if (counted := subject.length(cache)) != 6:
-            raise WrongError(
-                f"after 6 tokens, and {size} in a pass that failed, the cache counts {counted}"
-            )
-    comparison.largest = 0.0
+def count_passes(trial: Trial, ids: Tensor) -> None:
+    """Raise WrongError if the count after a pass or a cut isn't the number of tokens."""
+    cache, n = trial.new(), 0
+    for size in (1, 6, 1, 9, 2):
+        trial.read(cache, ids[:, : n + size], n)
+        n += size
+        counted = trial.subject.length(cache)
+        if counted != n:
+            hint = "; is commit() called?" if counted == 0 else ""
+            raise WrongError(f"the count is {counted}, must be {n} ({trial.history()}){hint}")
+    for kept in (15, 14, 4):
+        try:
+            n = trial.cut(cache, ids[:, :n], kept).size(1)
+        except (NotOffered, ValueError, NotImplementedError):
+            return
+        counted = trial.subject.length(cache)
+        if counted != n:
+            raise WrongError(f"the count is {counted}, must be {n} ({trial.history()})")
 
 
 @check("bytes are those of key-value heads", "KVCache-Factory#49")
-def _(subject: Subject, comparison: Comparison) -> None:
-    """A cache may take slots for its window or its context, and those of some passes."""
-    ids = random_ids(subject, 1)
-    nbytes, token = subject.nbytes(filled(subject, ids)), subject.token_bytes()
-    most = token * max(ids.size(1), subject.context + 1)
-    if nbytes > most:
-        raise WrongError(
-            f"{ids.size(1)} tokens take {nbytes:,} bytes, and {most:,} would hold the context"
-        )
-    if subject.window is not None and nbytes > token * (subject.window + subject.sinks + 1):
-        raise WrongError(f"a window of {subject.window} takes {nbytes:,} bytes, {token:,} a token")
-    comparison.largest = 0.0
+def _(trial: Trial) -> None:
+    """In any dtype. A cache may take slots for its window or its context, or as many again as it needs."""
+    subject = trial.subject
+    ids = trial.ids(1, LONG_TEXT)
+    n = ids.size(1)
+    slots = max(2 ** math.ceil(math.log2(n)), min(subject.context, LONGEST_CONTEXT) + 1)
+    if subject.window is not None:
+        slots = 2 * (subject.window + subject.sinks) + 32
+    for dtype in (None, torch.bfloat16, torch.float16):
+        each = subject if dtype is None else subject.as_dtype(dtype)
+        nbytes, token = each.nbytes(Trial(each).filled(ids)), each.token_bytes()
+        if nbytes > token * slots:
+            kept = "the context" if subject.window is None else f"a window of {subject.window}"
+            words = f"{n} tokens take {nbytes:,} bytes, must be at most {token * slots:,}"
+            raise WrongError(f"{words} for {kept}, in {dtype or 'the dtype of the model'}")
+
+
+@check("bytes are the memory that is held", "transformers#36640")
+def _(trial: Trial) -> None:
+    """After a long prompt, and after a cut, as they are one token at a time."""
+    ids = trial.ids(1)
+    cache = trial.pieces(ids, [1] * ids.size(1))
+    if not hasattr(cache, "nbytes"):
+        raise NotOffered(f"a {type(cache).__name__} has no nbytes")
+    nbytes = trial.subject.nbytes
+    if not 0.9 * nbytes(cache) <= held_bytes(cache) <= 1.1 * nbytes(cache):
+        raise NotOffered("its nbytes are not those of its memory")
+    check_memory(trial, trial.filled(ids))
+    with contextlib.suppress(NotOffered, ValueError, NotImplementedError):
+        trial.cut(cache, ids, 4)
+    check_memory(trial, cache)
+
+
+def check_memory(trial: Trial, cache: Any) -> None:
+    """Raise WrongError if a cache holds more memory than it says."""
+    says, holds = trial.subject.nbytes(cache), held_bytes(cache)
+    if holds > 1.1 * says:
+        raise WrongError(f"it says {says:,} bytes, and holds {holds:,} ({trial.history()})")
 
 
 @check("bfloat16 beside float32", "transformers#25420, candle#3743")
-def _(subject: Subject, comparison: Comparison) -> None:
+def _(trial: Trial) -> None:
     """The distance from float32 may be half as large again as without a cache."""
-    if next(subject.model.parameters()).dtype != torch.float32:
-        raise NotOffered("the model isn't in float32")
-    half, ids = subject.as_dtype(torch.bfloat16), random_ids(subject)
+    subject = trial.subject
+    parameter = next(subject.model.parameters(), None)
+    if parameter is None or parameter.dtype != torch.float32:
+        raise NotOffered("there is no model in float32")
+    half, ids = subject.as_dtype(torch.bfloat16), trial.ids()
     exact, rounding = subject.whole(ids), half.whole(ids).float()
     cache = half.new()
-    got = torch.cat(
-        [half.read(cache, piece) for piece in ids.split([9, 1, 7, ids.size(1) - 17], 1)], 1
-    )
-    comparison.add(got, exact)
-    scale = exact.abs().max()
-    comparison.tolerance = 1.5 * float((rounding - exact).abs().max() / scale) + 0.01
+    got = [half.read(cache, piece) for piece in ids.split([9, 1, 7, ids.size(1) - 17], dim=1)]
+    trial.tolerance = 1.5 * float((rounding - exact).abs().max() / exact.abs().max()) + 0.01
+    trial.compare(torch.cat(got, dim=1), exact)
+
+
+@check("gradients reach every pass of a text", "transformers#29622", FEW)
+def _(trial: Trial) -> None:
+    ids = trial.ids(n=20)
+    expected = trial.subject.whole(ids)
+    with torch.enable_grad():
+        cache, got = trial.new(), []
+        for start, end in ((0, 4), (4, 12), (12, 13), (13, 14), (14, 20)):
+            got.append(trial.read(cache, ids[:, :end], start))
+        torch.cat(got, dim=1).sum().backward()
+    trial.subject.model.zero_grad()
+    trial.compare(torch.cat(got, dim=1).detach(), expected)
 
 
 @check("weights change while a text is cached", "vllm#9744, lmdeploy#4917")
-def _(subject: Subject, comparison: Comparison) -> str:
+def _(trial: Trial) -> str:
     """No cache can know; the difference says what it costs."""
-    ids = random_ids(subject)
-    cache = filled(subject, ids[:, :-1])
-    kept = [parameter.clone() for parameter in subject.model.parameters()]
+    subject, ids = trial.subject, trial.ids()
+    parameters = [*subject.model.parameters()]
+    if not parameters:
+        raise NotOffered("there is no model with weights")
+    cache = trial.filled(ids[:, :-1])
+    kept = [parameter.clone() for parameter in parameters]
     try:
-        for parameter in subject.model.parameters():
+        for parameter in parameters:
             parameter.mul_(1.1)
-        comparison.add(
-            subject.read(cache, ids[:, -1:]), subject.whole(ids)[:, -1:], ids.size(1) - 1
-        )
+        got = trial.read(cache, ids, ids.size(1) - 1)
+        expected = subject.whole(ids)[:, -1:]
     finally:
-        for parameter, old in zip(subject.model.parameters(), kept, strict=True):
+        for parameter, old in zip(parameters, kept, strict=True):
             parameter.copy_(old)
-    return f"weights a tenth larger: {comparison.largest:.1e} of the largest logit; nothing says that the cache is stale"
+    apart = float((got - expected).abs().max() / expected.abs().max())
+    return f"weights a tenth larger: {apart:.1e} of the largest logit; nothing says that the cache is stale"
 
 
-# --- The page, and the script -------------------------------------------------------------------------
+# --- The diagnosis -----------------------------------------------------------------------------------
 
 
-def page() -> str:
-    """Return borrow/EXAMINED.md: what the checks say of SUBJECTS."""
-    import importlib.metadata
+class Diagnosis(NamedTuple):
+    """The cause that explains most of what is bad. consequences: the other checks that found something."""
 
-    columns = {
-        name: [*examine(make(), APPROXIMATE in title)] for name, (title, make) in SUBJECTS.items()
-    }
-    packages = ("torch", "transformers", "llms-from-scratch", "optimum-quanto")
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
-    lines = [
-        "# Examined",
-        "",
-        "[examine.py](../examine.py) has examined these caches, on small models with random weights. Each line can be",
-        "repeated by its command; the whole page is written by `python3 examine.py --page borrow/EXAMINED.md`.",
-        f"Versions: {versions}.",
-        "",
-        "| cache | right | wrong | not offered | command |",
-        "|---|---:|---:|---:|---|",
-    ]
-    for name, findings in columns.items():
-        counts = [
-            sum(f.verdict == verdict for f in findings)
-            for verdict in ("right", "WRONG", "not offered")
-        ]
-        title = SUBJECTS[name][0]
-        lines.append(
-            f"| {title} | {' | '.join(map(str, counts))} | `python3 examine.py --subject {name}` |"
+    cause: str
+    says: str
+    kind: str
+    consequences: list[str]
+
+
+def diagnose(findings: list[Finding]) -> Diagnosis | None:
+    """Return the likeliest cause of what is WRONG or BREAKS; None if nothing does."""
+    bad = [finding for finding in findings if finding.verdict in BAD]
+    if not bad:
+        return None
+    first = bad[0]
+    others = [finding.check for finding in bad[1:]]
+    return Diagnosis("", f"{first.check}: {first.says}", first.kind, others)
+
+
+# --- Whose cache it is --------------------------------------------------------------------------------
+
+
+def dynamic(model: Any) -> Any:
+    """Return transformers' own growing cache."""
+    from transformers import DynamicCache
+
+    return DynamicCache(config=model.config)
+
+
+def load_subject(options: argparse.Namespace) -> Subject:
+    """Return what a command line hands over. Raises ValueError, in a sentence, if that can't be examined."""
+    given = {}
+    if options.file is None:
+        if options.model is None and options.family is None:
+            return Subject(small_model())
+    else:
+        given = definitions(Path(options.file))
+    if "subject" in given:
+        return GivenSubject(given["subject"])
+    if "make" in given or options.file is None:
+        make = given.get("make", dynamic)
+        model = transformers_model(options)
+        return TransformersSubject(
+            model, make, options.window, options.sinks or 0, options.approximate
         )
-    lines += [
-        "",
-        "Differences are relative to the largest logit; up to 1e-4 is rounding. The rest of a cache's checks are measured:",
-        "what changed weights do, and the differences of approximate caches.",
-        "",
-    ]
-    for name, findings in columns.items():
-        wrong = [finding for finding in findings if finding.verdict == "WRONG"]
-        measured = [
-            f for f in findings if f.verdict == "measured" and APPROXIMATE in SUBJECTS[name][0]
-        ]
-        if not wrong and not measured:
-            continue
-        lines += [f"## {SUBJECTS[name][0]}", ""]
-        lines += ["| check | | found | public bugs of this kind |", "|---|---|---|---|"]
-        lines += [f"| {f.check} | {f.verdict} | {f.says} | {f.kind} |" for f in [*wrong, *measured]]
-        lines.append("")
-    lines += ["## The checks", "", "| check | public bugs of this kind |", "|---|---|"]
-    lines += [f"| {each.name} | {each.kind} |" for each in CHECKS]
-    return "\n".join(lines) + "\n"
+    if isinstance(model := given.get("model"), nn.Module):
+        return protocol_subject(model.eval(), model.new_cache, options)
+    if isinstance(given.get("Cache"), type):
+        return protocol_subject(small_model(), given["Cache"], options)
+    raise ValueError(
+        f"{options.file} has none of these: a class Cache, make(model), a `subject`, a `model`"
+    )
 
 
-def subject_named(what: str, cache: str) -> Subject:
-    """Return what a file, a folder or a name stands for. Raises ValueError if it is none, or takes no such cache."""
-    if what.endswith(".py"):
-        if not Path(what).is_file():
-            raise ValueError(f"there is no file {what}")
-        return subject_of_file(Path(what))
+def definitions(path: Path) -> dict[str, Any]:
+    """Run a Python file, and return what it defines. Raises ValueError if it can't be run to its end."""
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    sys.path.insert(0, str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location(f"examined_{path.stem}", path)
+    if spec is None:
+        raise ValueError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{path} can't be run: {in_words(error)}") from error
+    return vars(module)
+
+
+def transformers_model(options: argparse.Namespace) -> Any:
+    """Return the model of transformers that is named, or a small random one."""
+    if options.model is None:
+        return family_model(options.family or "llama")
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(what, dtype=torch.float32).eval()
-    return TransformersSubject(model, TRANSFORMERS_CACHES[cache])
+    return AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+
+
+def protocol_subject(model: nn.Module, new_cache: Callable, options: argparse.Namespace) -> Subject:
+    """Return a model with a cache of our protocol, whose window, sinks and capacity are options, or its attributes.
+    Raises ValueError if it can't be made, or lacks a method."""
+    limits = ("window", "sinks", "capacity")
+    chosen = {name: getattr(options, name) for name in limits if getattr(options, name) is not None}
+    with contextlib.suppress(TypeError, ValueError):  # a class that says nothing of its arguments
+        takes = inspect.signature(new_cache).parameters
+        new_cache = functools.partial(new_cache, **{k: v for k, v in chosen.items() if k in takes})
+    try:
+        cache = new_cache()
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"no cache can be made: {in_words(error)}") from error
+    needed = ("__len__", "positions", "append", "commit")
+    if missing := [name for name in needed if not hasattr(cache, name)]:
+        raise ValueError(f"a {type(cache).__name__} has no {', '.join(missing)}")
+    for name in limits:
+        value = getattr(cache, name, None)
+        if isinstance(value, int):
+            chosen.setdefault(name, value)
+    return Subject(model, new_cache, **chosen, approximate=options.approximate)
+
+
+# --- The command line --------------------------------------------------------------------------------
+
+
+def run_checks(sender: Any, options: argparse.Namespace, names: list[str]) -> None:
+    """Send "", or why there is nothing to examine; then the findings of the checks with these names."""
+    os.dup2(2, 1)  # what the file prints isn't a finding
+    torch.set_num_threads(1)  # for small models more threads cost more
+    try:
+        subject = load_subject(options)
+    except (Exception, SystemExit) as error:
+        sender.send(str(error) if isinstance(error, ValueError) else in_words(error))
+        return
+    sender.send("")
+    for each in CHECKS:
+        if each.name in names:
+            sender.send(each.find(subject))
+
+
+def answer(receiver: Any, seconds: float) -> Any:
+    """Return what the child sends, or why nothing came."""
+    if not receiver.poll(seconds):
+        return f"no answer within {seconds:g} seconds"
+    try:
+        return receiver.recv()
+    except EOFError:
+        return "its process has ended"
+
+
+def findings_of(options: argparse.Namespace) -> Iterator[Finding]:
+    """Yield what the checks find, as they find it, in a child process, which is begun anew only after a time-out.
+    Raises ValueError if there is nothing to examine."""
+    left = [each for each in CHECKS if options.only in each.name]
+    if not left:
+        raise ValueError(f"no check has {options.only!r} in its name")
+    context = multiprocessing.get_context("spawn")
+    while left:
+        receiver, sender = context.Pipe(duplex=False)
+        arguments = (sender, options, [each.name for each in left])
+        child = context.Process(target=run_checks, args=arguments, daemon=True)
+        child.start()
+        sender.close()
+        try:
+            if refusal := answer(receiver, START_SECONDS):
+                raise ValueError(f"nothing to examine: {refusal}")
+            found = None
+            while left and not isinstance(found, str):
+                found = answer(receiver, options.seconds)
+                asked = left.pop(0)
+                if isinstance(found, str):
+                    yield Finding(asked.name, "BREAKS", found, asked.kind, asked.group)
+                else:
+                    yield found
+        finally:
+            child.kill()
+            child.join()
+
+
+def report(findings: Iterator[Finding], as_json: bool = False) -> int:
+    """Print findings as they come, then the diagnosis, and what is bad in words. Return the exit status. Raises
+    ValueError if everything is refused."""
+    found = []
+    for finding in findings:
+        found.append(finding)
+        if not as_json:
+            print(f"{finding.verdict:11}  {finding.check}", flush=True)
+    verdicts = [finding.verdict for finding in found]
+    diagnosis = diagnose(found)
+    if as_json:
+        record = {"diagnosis": diagnosis and diagnosis._asdict(), "findings": []}
+        for finding in found:
+            difference = finding.difference and finding.difference._asdict()
+            record["findings"].append(finding._asdict() | {"difference": difference})
+        print(json.dumps(record, indent=2))
+    else:
+        print_summary(found, diagnosis)
+    if not {"right", "measured", *BAD} & {*verdicts}:
+        raise ValueError("nothing to examine: " + "; ".join({finding.says for finding in found}))
+    return int(diagnosis is not None)
+
+
+def print_summary(findings: list[Finding], diagnosis: Diagnosis | None) -> None:
+    """Print the diagnosis, and what was found beside right answers."""
+    if diagnosis:
+        print(f"\n{diagnosis.says}\nas in {diagnosis.kind}")
+    print()
+    for verdict in ("WRONG", "BREAKS", "REFUSES", "measured", "not offered"):
+        for finding in findings:
+            if finding.verdict == verdict:
+                print(f"{verdict:11}  {finding.check}: {finding.says}")
+    counts = []
+    for verdict in ("right", "WRONG", "REFUSES", "BREAKS", "not offered", "measured"):
+        n = sum(finding.verdict == verdict for finding in findings)
+        counts.append(f"{n} {verdict}")
+    print("\n" + ", ".join(counts))
 
 
 def main(argv: list[str] | None = None) -> None:
-    cli = CommandLine(__doc__, "python3 %(prog)s borrow/my_gpt.py")
-    examined = cli.add_mutually_exclusive_group()
-    examined.add_argument(
-        "what",
+    usage, _, more = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=usage, epilog=more, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("file", nargs="?", metavar="FILE.py", help="whose cache is examined")
+    add("--model", metavar="NAME", help="a model of transformers, by name or folder")
+    add("--family", choices=FAMILIES, help="a small random model of transformers")
+    add("--window", type=int, help="tokens that the cache shows")
+    add("--sinks", type=int, help="first tokens that it shows, too")
+    add("--capacity", type=int, help="tokens that it has room for")
+    add(
+        "--approximate",
         nargs="?",
-        metavar="WHAT",
-        help="FILE.py, or a model of transformers by folder or name; nothing: our KVCache",
+        type=float,
+        const=True,
+        default=False,
+        metavar="LARGEST",
+        help="measure differences; those over LARGEST (of the largest logit) are wrong",
     )
-    cli.add_argument(
-        "--cache", default="dynamic", choices=TRANSFORMERS_CACHES, help="of a model of transformers"
-    )
-    examined.add_argument(
-        "--subject", choices=SUBJECTS, help="one that borrow/EXAMINED.md is about"
-    )
-    cli.add_argument(
-        "--only", default="", metavar="WORDS", help="checks whose name has these words"
-    )
-    cli.add_argument("--json", action="store_true", help="print findings as JSON")
-    cli.add_argument(
-        "--page",
-        type=Path,
-        metavar="FILE.md",
-        help="examine all of them, and write the page",
-    )
-    with cli.parse(argv) as args:
-        if args.page is not None:
-            write_text(args.page, page())
-            return
-        if args.what is None or args.what.endswith(".py"):
-            torch.set_num_threads(1)  # for small models more threads cost more
-        if args.what is None:
-            title, make = SUBJECTS[args.subject or "gpt"]
-        else:
-            title, make = "", lambda: subject_named(args.what, args.cache)
-        approximate = APPROXIMATE in title or args.cache == "quantized"
-        findings = [*examine(make(), approximate, args.only)]
-        if not findings:
-            raise ValueError(f"no check has {args.only!r} in its name")
-        if args.json:
-            print(json.dumps([finding._asdict() for finding in findings], indent=2))
-        else:
-            for f in findings:
-                print(f"{f.verdict:11}  {f.check}: {f.says}")
-                if f.verdict == "WRONG":
-                    print(f"{'':11}  as in {f.kind}")
-        wrong = sum(finding.verdict == "WRONG" for finding in findings)
-        if not args.json:
-            print(f"\n{wrong} of {len(findings)} checks found something wrong")
-        if wrong:
-            cli.exit(1)
+    add("--only", default="", metavar="WORDS", help="checks whose name has these words")
+    add("--seconds", type=float, default=30.0, help="a check may take (default: 30)")
+    add("--json", action="store_true", help="print findings as JSON")
+    options = parser.parse_args(argv)
+    try:
+        status = report(findings_of(options), options.json)
+    except ValueError as error:
+        parser.exit(2, f"{parser.prog}: {' '.join(str(error).split())}\n")
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -54,13 +54,13 @@ def wrong_checks(subjects: list[str]) -> list[str]:
     torch.set_num_threads(1)
     wrong = []
     for name in subjects:
-        title, make = MADE[name]
+        make = MADE[name][1]
         try:
             subject = make()
         except Exception as error:  # a bug may keep the model from being made
             return [f"{name}: it can't be made ({type(error).__name__})"]
-        for finding in examine.examine(subject, examine.APPROXIMATE in title):
-            if finding.verdict == "WRONG":
+        for finding in examine.examine(subject):
+            if finding.verdict in examine.BAD:
                 wrong.append(f"{name}: {finding.check}")
     return wrong
 

@@ -1,10 +1,8 @@
 """examine.py: right caches pass every check, and each check fails for a cache that is wrong in its way."""
 
 import json
-import shutil
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,19 +10,13 @@ import torch
 from torch import Tensor
 
 import examine
-from borrow.examined import (
-    SUBJECTS,
-    Subject,
-    TransformersSubject,
-    dynamic,
-    small_gpt,
-    small_transformer,
-)
+from borrow.examined import SUBJECTS
+from examine import Subject, TransformersSubject, dynamic, family_model, small_model
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import KVCache
 from tests.examine_planted import FOLDER, RESULT
 from tests.examine_planted import SUBJECTS as EXAMINED
-from tests.helpers import ROOT, process, refused, run
+from tests.helpers import process
 from tests.planted import read_folder
 
 OURS = ["gpt", "llama", "preallocated", "window", "sinks", "bct", "unrounded", "norms"]
@@ -33,20 +25,21 @@ OURS = ["gpt", "llama", "preallocated", "window", "sinks", "bct", "unrounded", "
 @pytest.mark.parametrize("name", OURS)
 def test_right_caches_pass_every_check(name: str) -> None:
     findings = [*examine.examine(SUBJECTS[name][1]())]
-    assert [finding for finding in findings if finding.verdict == "WRONG"] == []
-    assert sum(finding.verdict == "right" for finding in findings) >= 13
-    assert len(findings) == len(examine.CHECKS) == 25
-    verdicts = [finding.verdict for finding in findings]
-    counts = [f"{verdicts.count(verdict)} |" for verdict in ("right", "WRONG", "not offered")]
-    row = f"{' '.join(counts)} `python3 examine.py --subject {name}` |"
-    assert row in (ROOT / "borrow" / "EXAMINED.md").read_text("utf-8")
+    assert bad(findings) == []
+    assert sum(finding.verdict == "right" for finding in findings) >= 20
+    refused = {finding.check for finding in findings if finding.verdict == "REFUSES"}
+    assert not refused or name == "bct"  # whose slots can't be cut back
+
+
+def bad(findings: list[examine.Finding]) -> list[examine.Finding]:
+    return [finding for finding in findings if finding.verdict in examine.BAD]
 
 
 @pytest.mark.parametrize("name", ["transformers-ours", "transformers-ours-window"])
 def test_ours_in_a_model_of_transformers_pass_too(name: str) -> None:
     pytest.importorskip("transformers")
     findings = [*examine.examine(SUBJECTS[name][1]())]
-    assert [finding for finding in findings if finding.verdict == "WRONG"] == []
+    assert bad(findings) == []
 
 
 # --- Wrong caches, by the check that has to find them -------------------------------------------------
@@ -106,7 +99,7 @@ class KeepsItself(KVCache):
 
 class WrapsPositions(KVCache):
     def positions(self, T: int) -> Tensor:
-        return super().positions(T) % 64
+        return super().positions(T) % 320
 
 
 class IsForgotten(KVCache):
@@ -125,13 +118,44 @@ class RoundsTwice(KVCache):
         return super().append(layer, k, v, pos)
 
 
+class KeepsWhatFailed(KVCache):
+    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> Any:
+        kv = torch.stack([k, v])
+        if layer < len(self.layers):
+            kv = torch.cat([self.layers[layer], kv], dim=3)
+        self.layers[layer : layer + 1] = [kv]
+        mask = torch.arange(kv.size(3)) < kv.size(3) - len(pos)
+        return kv[0], kv[1], mask | (torch.arange(kv.size(3)) <= pos[:, None])
+
+
+class TakesAnyRows(KVCache):
+    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> Any:
+        if len(self):
+            rows = self.layers[layer].size(1)
+            k, v = k.expand(rows, -1, -1, -1), v.expand(rows, -1, -1, -1)
+        return super().append(layer, k, v, pos)
+
+
+class CutsByAView(KVCache):
+    def truncate(self, n: int) -> None:
+        self.layers = [kv[..., :n, :] for kv in self.layers]
+        self.pos = self.pos[:n]
+
+
+class WritesInPlace(KVCache):
+    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> Any:
+        if len(self):
+            self.layers[layer].mul_(1)
+        return super().append(layer, k, v, pos)
+
+
 class IgnoresPadding(TransformersSubject):
     def read_padded(self, cache: Any, ids: Tensor, padding: Tensor) -> Tensor:
         return self.read(cache, ids)
 
 
 def of(cache: Callable[[], Any], **options: Any) -> Callable[[], Subject]:
-    return lambda: Subject(small_gpt(), cache, **options)
+    return lambda: Subject(small_model(), cache, **options)
 
 
 LONGER = of(lambda: SlidingWindowCache(7), window=6)  # by one token
@@ -141,15 +165,20 @@ WRONG: dict[str, Callable[[], Subject]] = {
     "a second piece follows": of(SeesTheNewOnly),
     "one token at a time": of(LosesAToken),
     "pieces of any size": of(SeesTheNewOnly),
+    "a long text, one token at a time": of(LosesAToken),
+    "a long text in pieces": of(SeesTheNewOnly),
     "a piece longer than the window, on a full one": LONGER,
     "the window's first and last token": LONGER,
     "rows of a batch, alone and together": of(SharesRows),
-    "texts that are padded on the left": lambda: IgnoresPadding(small_transformer(), dynamic),
+    "texts that are padded on the left": lambda: IgnoresPadding(family_model("llama"), dynamic),
     "a neighbour of NaN": of(MixesRows),
-    "a pass that fails in the middle, then goes on": lambda: SUBJECTS["transformers-dynamic"][1](),
-    "a pass that fails at its end, then goes on": lambda: SUBJECTS["transformers-dynamic"][1](),
-    "a text is cut back, then goes on": of(KeepsOneTooMany),
+    "a pass that fails in the middle, then goes on": of(KeepsWhatFailed),
+    "a pass that fails at its end, then goes on": of(CommitsFirst),
+    "a pass that Ctrl-C ends, then goes on": of(CommitsFirst),
+    "a pass of NaN that fails, then goes on": of(CommitsFirst),
     "a pass that fails, then a cut": of(KeepsOneTooMany),
+    "a failed pass isn't counted": of(CommitsFirst),
+    "a text is cut back anywhere, then goes on": of(KeepsOneTooMany),
     "another ending of the same text": of(KeepsOneTooMany),
     "the whole prompt is cached": of(KeepsOneTooMany),
     "a draft of which two tokens stay": of(KeepsOneTooMany),
@@ -157,74 +186,29 @@ WRONG: dict[str, Callable[[], Subject]] = {
     "two texts in turn": of(lambda: ONE),
     "a new text after another": of(lambda: ONE),
     "past the context": of(WrapsPositions),
+    "another number of rows": of(TakesAnyRows),
     "tokens are counted": of(IsForgotten),
-    "a failed pass isn't counted": lambda: SUBJECTS["transformers-dynamic"][1](),
     "bytes are those of key-value heads": of(RepeatsHeads),
+    "bytes are the memory that is held": of(CutsByAView),
     "bfloat16 beside float32": of(RoundsTwice),
+    "gradients reach every pass of a text": of(WritesInPlace),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_each_check_finds_what_is_of_its_kind(name: str) -> None:
-    if name.startswith(("texts", "a pass that", "a failed")):
+    if name.startswith("texts"):
         pytest.importorskip("transformers")
-    (finding,) = examine.examine(WRONG[name](), only=name)
-    assert finding.verdict == "WRONG", finding
+    (check,) = (check for check in examine.CHECKS if check.name == name)
+    finding = check.find(WRONG[name]())
+    assert finding.verdict in examine.BAD, finding
     assert finding.kind and "#" in finding.kind
-    if "largest logit" in finding.says:
-        assert " of the largest logit, at row " in finding.says and ", token " in finding.says
+    if finding.difference:
+        assert finding.says.startswith("row ") and ", must be " in finding.says
 
 
 def test_every_check_but_that_of_weights_can_fail() -> None:
     assert {*WRONG} | {"weights change while a text is cached"} == {c.name for c in examine.CHECKS}
-
-
-def test_the_place_of_the_largest_difference_is_named() -> None:
-    comparison = examine.Comparison()
-    expected = torch.ones(2, 3, 5)
-    got = expected.clone()
-    got[1, 2, 3] += 0.5
-    comparison.add(got, expected, first=10)
-    assert comparison.largest == 0.5 and comparison.where == "row 1, token 12, logit 3"
-    got[0, 0, 0] = float("nan")
-    comparison.add(got, expected)
-    assert comparison.largest == float("inf") and comparison.where == "row 0, token 0, logit 0"
-
-
-# --- The script ---------------------------------------------------------------------------------------
-
-
-def test_a_file_with_a_model_or_a_cache_is_examined(tmp_path: Path) -> None:
-    ran = run(examine.main, ROOT / "borrow" / "my_gpt.py")
-    assert ran.code == 0 and "0 of 25 checks found something wrong" in ran.out
-    ran = run(
-        examine.main, ROOT / "chapters" / "02_kv_cache" / "solution.py", "--json", "--only", "piece"
-    )
-    assert ran.code == 0 and {f["verdict"] for f in json.loads(ran.out)} == {"right", "not offered"}
-    shutil.copy(ROOT / "chapters" / "02_kv_cache" / "solution.py", tmp_path / "wrong.py")
-    text = (
-        (tmp_path / "wrong.py")
-        .read_text()
-        .replace("len(self) + torch.arange(T)", "torch.arange(T)")
-    )
-    (tmp_path / "wrong.py").write_text(text)
-    ran = run(examine.main, tmp_path / "wrong.py", "--only", "second piece")
-    assert ran.code == 1 and "WRONG" in ran.out and "as in hyprstream#1521" in ran.out
-
-
-def test_without_words_our_own_cache_is_examined() -> None:
-    ran = run(examine.main)
-    assert ran.code == 0 and "0 of 25 checks found something wrong" in ran.out
-
-
-def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "empty.py").write_text("x = 1\n")
-    refused(run(examine.main, "my.py", "--subject", "gpt"), "not allowed with argument")
-    refused(run(examine.main, "nowhere.py"), "there is no file nowhere.py")
-    refused(run(examine.main, tmp_path / "empty.py"), "has neither a `model` nor a class Cache")
-    refused(
-        run(examine.main, "--subject", "gpt", "--only", "xyz"), "no check has 'xyz' in its name"
-    )
 
 
 # --- Planted bugs -------------------------------------------------------------------------------------

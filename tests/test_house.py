@@ -12,13 +12,13 @@ LIVE_WEIGHTS = ROOT / "chapters" / "live" / "weights.js"
 METHODS = ["recycle", "projector", "pair", "overfill", "speculate", "paged", "compress"]
 FLOORS = [
     ["support"],
+    ["examine"],
     GPT_FILES,
     ["formats"],
     ["load_gpt2_weights"],
     ["pocket"],
     METHODS,
     ["borrow"],
-    ["examine"],
     ["demos"],
     ["studies", "benchmarks"],
     ["chapters"],
