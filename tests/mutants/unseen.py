@@ -41,6 +41,10 @@ class Growing:
         end = self.n + k.size(2)
         if end > self.capacity:
             self.refuse(end)
+        if self.n == 0:
+            self.rows = len(k)
+        if len(k) != self.rows:
+            raise ValueError(f"{len(k)} rows follow {self.rows}")
         self.write(layer, torch.stack([k, v]))
         keys, values = self.read(layer, end)
         held = torch.arange(end - keys.size(2), end)
