@@ -36,7 +36,7 @@ def causes_of(readme: str) -> list[str]:
 
 def test_no_right_cache_is_called_wrong() -> None:
     rights = [each.__name__ for each in unseen.caches() if each.cause is None]
-    assert {name: UNSEEN[name] for name in rights} == dict.fromkeys(rights, {})
+    assert {name: UNSEEN[name] for name in rights} == {name: {} for name in rights}
 
 
 @pytest.mark.slow
