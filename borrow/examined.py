@@ -8,8 +8,10 @@ Shapes: B batch, T tokens, V vocabulary.
 
 import argparse
 import importlib
+import importlib.metadata
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,14 @@ from torch import Tensor, nn
 
 from compress import QuantizedCache, SmallNormCache
 from examine import (
+    CAUSES,
+    CHECKS,
     LONG_TEXT,
+    Finding,
     NotOffered,
     Subject,
     TransformersSubject,
+    diagnose,
     dynamic,
     examine,
     family_model,
@@ -184,6 +190,14 @@ SUBJECTS: dict[str, tuple[str, Callable[[], Subject]]] = {
             promises=True,
         ),
     ),
+    "transformers-static-lfm2": (
+        "transformers, `StaticCache`, LFM2",
+        lambda: TransformersSubject(family_model("lfm2"), static, records_past=False),
+    ),
+    "transformers-static-lfm2-recorded": (
+        "the same, after `activate_past_recording()`",
+        lambda: TransformersSubject(family_model("lfm2"), static),
+    ),
     "from-scratch-gpt2": (
         "LLMs-from-scratch, `kv_cache.gpt2` with `use_cache=True`",
         lambda: from_scratch("gpt2"),
@@ -191,10 +205,96 @@ SUBJECTS: dict[str, tuple[str, Callable[[], Subject]]] = {
     "from-scratch-qwen3": ("LLMs-from-scratch, `kv_cache.qwen3`", lambda: from_scratch("qwen3")),
 }
 
+# Models of transformers whose layers keep different things, each with its own DynamicCache; by FAMILIES' names.
+HYBRIDS = {
+    "gemma3": "Gemma 3: windows",
+    "gemma4": "Gemma 4: windows, heads of two sizes",
+    "gpt-oss": "gpt-oss: windows, sinks, experts",
+    "deepseek-v3": "DeepSeek-V3: keys and values of a latent, experts",
+    "qwen3-next": "Qwen3-Next: the gated delta rule, experts",
+    "qwen3.5": "Qwen3.5: the gated delta rule",
+    "lfm2": "LFM2: convolutions",
+    "falcon": "Falcon",
+    "falcon-h1": "Falcon-H1: attention and a state in each layer",
+    "falcon-mamba": "FalconMamba: states",
+    "mamba": "Mamba: states",
+    "mamba2": "Mamba-2: states",
+}
 
-def page() -> str:
-    """Return EXAMINED.md: what the checks say of SUBJECTS."""
-    return ""
+
+def hybrid(name: str) -> Subject:
+    return TransformersSubject(family_model(name), dynamic)
+
+
+for family, layers in HYBRIDS.items():
+    SUBJECTS[f"transformers-{family}"] = (
+        f"transformers, `DynamicCache`, {layers}",
+        partial(hybrid, family),
+    )
+
+# What the page says of them, below its table.
+WHOSE_FAULT = """\
+- Mamba and FalconMamba: a second piece of several tokens begins with an empty state, since `mamba_selective_scan()` takes
+  none. One token at a time is right, and so is Mamba-2.
+- Falcon with `new_decoder_architecture`: keys and values are repeated for each head before they are cached.
+- `StaticCache` after `activate_past_recording()`, in a model with convolutions or states: a single token attends to slots that
+  were never written. [static_cache_with_states.py](static_cache_with_states.py) shows it and its cause.
+- The gated delta rule of Qwen3-Next and Qwen3.5 sums in another order one token at a time: up to 5e-4 of the largest logit
+  apart in float32, 3e-13 in float64. 2e-3 is allowed there.
+- Layers that keep a state can't be cut back, and a failed pass changes them: both are not offered, and not wrong.
+"""
+
+
+VERDICTS = ("right", "WRONG", "REFUSES", "BREAKS", "not offered", "measured")
+
+
+def page(columns: dict[str, list[Finding]]) -> str:
+    """Return EXAMINED.md: what the checks say of SUBJECTS, by name."""
+    packages = ("torch", "transformers", "llms-from-scratch", "optimum-quanto")
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
+    lines = [
+        "# Examined",
+        "",
+        "[examine.py](../examine.py) has examined these caches, on small models with random weights. Each line can be",
+        "repeated by its command; the whole page is written by `python3 -m borrow.examined --page`.",
+        f"Versions: {versions}.",
+        "",
+        f"| cache | {' | '.join(VERDICTS)} | `python3 -m borrow.examined` |",
+        f"|---|{'---:|' * len(VERDICTS)}---|",
+    ]
+    for name, findings in columns.items():
+        verdicts = [finding.verdict for finding in findings]
+        counts = " | ".join(str(verdicts.count(verdict)) for verdict in VERDICTS)
+        lines.append(f"| {SUBJECTS[name][0]} | {counts} | `{name}` |")
+    lines += [
+        "",
+        "Right: differences are up to 1e-4 of the largest logit, which is rounding. WRONG: a number is wrong. REFUSES: an",
+        "error with a message, after which the cache goes on; where not refusing would give wrong numbers, that is right.",
+        "BREAKS: any other error. Not offered: the cache has no way to do this, or never promised it. Few caches promise",
+        "what a pass that fails leaves, and gradients: of a cache that doesn't, no failure counts. Measured: what changed",
+        "weights do, and the differences of approximate caches.",
+        "",
+        WHOSE_FAULT,
+    ]
+    for name, findings in columns.items():
+        approximate = any(f.verdict == "measured" and "weights" not in f.check for f in findings)
+        shown = [f for f in findings if f.verdict in ("WRONG", "REFUSES", "BREAKS")]
+        shown += [f for f in findings if f.verdict == "measured" and approximate]
+        shown += [f for f in findings if f.says.startswith("not promised")]
+        if not shown:
+            continue
+        lines += [f"## {SUBJECTS[name][0]}", ""]
+        diagnosis = diagnose(findings)
+        if diagnosis and diagnosis.cause:
+            lines += [f"Likeliest cause: {diagnosis.cause}, {CAUSES[diagnosis.cause]}.", ""]
+        lines += ["| check | | found | public bugs of this kind |", "|---|---|---|---|"]
+        for finding in shown:
+            says = finding.says.replace("|", "/")
+            lines.append(f"| {finding.check} | {finding.verdict} | {says} | {finding.kind} |")
+        lines.append("")
+    lines += ["## The checks", "", "| check | public bugs of this kind |", "|---|---|"]
+    lines += [f"| {each.name} | {each.kind} |" for each in CHECKS]
+    return "\n".join(lines) + "\n"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -204,7 +304,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     if args.page:
-        write_text(PAGE, page())
+        write_text(PAGE, page({name: [*examine(made[1]())] for name, made in SUBJECTS.items()}))
     else:
         sys.exit(report(examine(SUBJECTS[args.name][1]())))
 

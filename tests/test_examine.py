@@ -1,8 +1,10 @@
 """examine.py: right caches pass every check, and each check fails for a cache that is wrong in its way."""
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +14,11 @@ from torch import Tensor
 import examine
 from borrow.examined import SUBJECTS
 from examine import Subject, TransformersSubject, dynamic, family_model, small_model
-from gpt_bounded_cache import SlidingWindowCache
+from gpt_bounded_cache import PreallocatedCache, SlidingWindowCache
 from gpt_kv_cache import KVCache
 from tests.examine_planted import FOLDER, RESULT
 from tests.examine_planted import SUBJECTS as EXAMINED
-from tests.helpers import process
+from tests.helpers import ROOT, process, refused, run
 from tests.planted import read_folder
 
 OURS = ["gpt", "llama", "preallocated", "window", "sinks", "bct", "unrounded", "norms"]
@@ -202,13 +204,152 @@ def test_each_check_finds_what_is_of_its_kind(name: str) -> None:
     (check,) = (check for check in examine.CHECKS if check.name == name)
     finding = check.find(WRONG[name]())
     assert finding.verdict in examine.BAD, finding
-    assert finding.kind and "#" in finding.kind
+    assert finding.kind == "" or "#" in finding.kind
     if finding.difference:
         assert finding.says.startswith("row ") and ", must be " in finding.says
 
 
 def test_every_check_but_that_of_weights_can_fail() -> None:
     assert {*WRONG} | {"weights change while a text is cached"} == {c.name for c in examine.CHECKS}
+
+
+# --- The words of verdicts ----------------------------------------------------------------------------
+
+
+def find(name: str, cache: Callable[[], Any], **options: Any) -> examine.Finding:
+    (check,) = (check for check in examine.CHECKS if check.name == name)
+    return check.find(Subject(small_model(), cache, **options))
+
+
+class RefusesPieces(KVCache):
+    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> Any:
+        if len(self) and len(pos) > 1:
+            raise ValueError("a piece behind cached tokens isn't supported")
+        return super().append(layer, k, v, pos)
+
+
+class RefusesTooLate(RefusesPieces):
+    def positions(self, T: int) -> Tensor:
+        self.pos = super().positions(T) if len(self) and T > 1 else self.pos
+        return super().positions(T)
+
+
+class Exits(KVCache):
+    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> Any:
+        sys.exit(0)
+
+
+def test_a_refusal_after_which_the_cache_goes_on_is_neither_right_nor_wrong() -> None:
+    finding = find("a second piece follows", RefusesPieces)
+    assert finding.verdict == "REFUSES" and "isn't supported" in finding.says
+    assert find("one token at a time", RefusesPieces).verdict == "right"
+    assert find("a second piece follows", RefusesTooLate).verdict in examine.BAD
+
+
+def test_a_refusal_is_right_where_logits_would_be_wrong() -> None:
+    assert find("past the context", lambda: PreallocatedCache(48), capacity=48).verdict == "right"
+    cut = find("another ending of the same text", lambda: SlidingWindowCache(6), window=6)
+    assert cut.verdict == "right"
+
+
+def test_an_exit_and_ctrl_c_break() -> None:
+    finding = find("one token at a time", Exits)
+    assert finding.verdict == "BREAKS" and finding.says.startswith("SystemExit: 0")
+
+
+def test_what_few_caches_promise_is_not_held_against_one_that_does_not() -> None:
+    subject = of(CommitsFirst)()
+    subject.promises = False
+    (finding,) = examine.examine(subject, "a failed pass")
+    assert finding.verdict == "not offered" and finding.says.startswith("not promised: the count")
+
+
+# --- The diagnosis ------------------------------------------------------------------------------------
+
+CAUSES = {
+    "mask: future": SeesTheFuture,
+    "mask: new only": SeesTheNewOnly,
+    "mask: loses tokens": LosesAToken,
+    "rows": SharesRows,
+    "cut": KeepsOneTooMany,
+    "count": IsForgotten,
+    "sharing": KeepsItself,
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_a_diagnosis_names_the_cause(cause: str) -> None:
+    asked = (
+        *examine.BASIC,
+        examine.COUNT,
+        examine.WINDOW,
+        "two texts in turn",
+        "a copy and its original go on",
+    )
+    findings = [find(name, CAUSES[cause]) for name in asked]
+    diagnosis = examine.diagnose(findings)
+    assert diagnosis.cause == cause and diagnosis.shown_by not in diagnosis.consequences
+    assert (examine.ASK_WINDOW in diagnosis.says) == (cause == "mask: loses tokens")
+    assert examine.diagnose([find("one token at a time", KVCache)]) is None
+
+
+# --- The script ---------------------------------------------------------------------------------------
+
+FILES = {
+    "empty": ("class Cache: pass", "a Cache has no __len__, positions, append, commit"),
+    "argument": ("class Cache:\n    def __init__(self, size): pass", "'size'"),
+    "broken": ("import nothing_such", "No module named 'nothing_such'"),
+    "leaves": ("import sys\nsys.exit(0)", "SystemExit"),
+    "other": ("x = 1", "has none of these: a class Cache, make(model)"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_to_examine_is_one_sentence(name: str, tmp_path: Path) -> None:
+    code, words = FILES[name]
+    path = tmp_path / f"{name}.py"
+    path.write_text(code, "utf-8")
+    refused(run(examine.main, path), "nothing to examine: ", words)
+
+
+def test_a_check_without_an_answer_breaks_and_the_next_is_asked(tmp_path: Path) -> None:
+    path = tmp_path / "slow.py"
+    path.write_text(SLOW, "utf-8")
+    ran = run(examine.main, path, "--only", "piece", "--seconds", "5", "--window", "0")
+    assert ran.code == 2 and "no cache can be made: ValueError" in ran.err
+    ran = run(examine.main, path, "--only", "piece", "--seconds", "5", "--json")
+    verdicts = {f["check"]: f["verdict"] for f in json.loads(ran.out)["findings"]}
+    assert ran.code == 1 and verdicts["a second piece follows"] == "BREAKS"
+    assert verdicts["a piece longer than the window, on a full one"] == "right"
+
+
+SLOW = """
+import time
+from gpt_bounded_cache import SlidingWindowCache
+
+class Cache(SlidingWindowCache):
+    def __init__(self, window=6):
+        super().__init__(window)
+
+    def positions(self, T):
+        if len(self) == 1 and T == 2:
+            time.sleep(1000)
+        return super().positions(T)
+"""
+
+
+def test_the_file_runs_alone_with_torch(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "examine.py", tmp_path)
+    code = """
+import sys, examine
+names = ("a second piece follows", "a text is cut back anywhere, then goes on")
+subject = examine.Subject(examine.small_model())
+assert {check.find(subject).verdict for check in examine.CHECKS if check.name in names} == {"right"}
+print(*sys.modules)"""
+    ran = process(sys.executable, "-c", code, folder=tmp_path)
+    assert ran.code == 0, ran.err
+    ours = {path.stem for path in ROOT.glob("*.py")} | {"support", "borrow", "formats", "pocket"}
+    assert ours & {*ran.out.split()} == {"examine"} and "transformers" not in ran.out.split()
 
 
 # --- Planted bugs -------------------------------------------------------------------------------------
