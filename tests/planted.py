@@ -7,11 +7,10 @@
 An entry is a line with its name and with what is wrong, then the lines that it changes: "-" stands before a line of the
 file that goes, "+" before one that comes, " " before one that stays. There are no line numbers, so the old lines have to
 occur exactly once in the file: lines that stay are given where that needs them. A line `@@` separates two places in the
-file. A wrong solution has a second line, `# says: ...`, with words of the message that it has to get. Empty lines
-separate entries.
+file. A wrong solution has a second line, `# says: ...`, with words of the message that it has to get; a bug that a cache
+can show has `# cause: ...`, the diagnosis that examine.py should make. Empty lines separate entries.
 """
 
-import difflib
 import json
 import re
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ class Entry:
     name: str
     why: str  # what it breaks, or what is wrong
     says: str  # of a wrong solution: words of the failing test's message
+    cause: str  # of a bug: the right diagnosis; "" if a cache can't show the bug, or no diagnosis is meant for it
     hunks: list[tuple[str, str]]  # old and new, whole lines
 
     def changed(self, text: str) -> str:
@@ -36,34 +36,17 @@ class Entry:
             text = text[: starts[0]] + new + text[starts[0] + len(old) :]
         return text
 
-    def text(self) -> str:
-        """Return the entry as it is written."""
-        lines = [f"# {self.name}: {self.why}"]
-        if self.says:
-            lines.append(f"# says: {self.says}")
-        for number, (old, new) in enumerate(self.hunks):
-            if number:
-                lines.append("@@")
-            a, b = old.splitlines(), new.splitlines()
-            opcodes = difflib.SequenceMatcher(a=a, b=b, autojunk=False).get_opcodes()
-            for tag, start, end, new_start, new_end in opcodes:
-                if tag == "equal":
-                    lines += [f" {line}".rstrip() for line in a[start:end]]
-                else:
-                    lines += [f"-{line}" for line in a[start:end]]
-                    lines += [f"+{line}" for line in b[new_start:new_end]]
-        return "".join(f"{line}\n" for line in lines)
-
 
 def read_entries(path: Path) -> list[Entry]:
     """Return the entries of a file. Raises ValueError if a line begins with something else than the signs above."""
     entries = []
-    for block in re.split(r"^# (?!says: )", path.read_text("utf-8"), flags=re.M)[1:]:
+    for block in re.split(r"^# (?!says: |cause: )", path.read_text("utf-8"), flags=re.M)[1:]:
         head, *lines = block.rstrip("\n").split("\n")
         name, _, why = head.partition(": ")
-        says = ""
-        if lines and lines[0].startswith("# says: "):
-            says = lines.pop(0).removeprefix("# says: ")
+        notes = {"says": "", "cause": ""}
+        while lines and lines[0].startswith("# "):
+            key, _, words = lines.pop(0).removeprefix("# ").partition(": ")
+            notes[key] = words
         hunks = [("", "")]
         for line in lines:
             sign, rest = line[:1] or " ", f"{line[1:]}\n"  # an empty line is one that stays
@@ -78,7 +61,7 @@ def read_entries(path: Path) -> list[Entry]:
                 hunks[-1] = old, new + rest
             else:
                 raise ValueError(f'{path.name}, {name}: a line begins with "{sign}": {line}')
-        entries.append(Entry(path, name, why, says, hunks))
+        entries.append(Entry(path, name, why, notes["says"], notes["cause"], hunks))
     return entries
 
 
