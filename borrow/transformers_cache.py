@@ -78,7 +78,10 @@ def check_and_install(model: PreTrainedModel) -> None:
     config = model.config.get_text_config(decoder=True)
     usual, training = config._attn_implementation, [m for m in model.modules() if m.training]
     eager = getattr(sys.modules[type(model).__module__], "eager_attention_forward", None)
-    hook = model.register_forward_hook(end_pass, with_kwargs=True, always_call=True)
+    hooks = [
+        model.register_forward_pre_hook(begin_pass, with_kwargs=True),
+        model.register_forward_hook(end_pass, with_kwargs=True),
+    ]
     name = f"{PREFIX}{config.model_type}_{usual}"
     AttentionInterface.register(name, partial(attend, usual=AttentionInterface().get(usual, eager)))
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[usual])
@@ -97,7 +100,8 @@ def check_and_install(model: PreTrainedModel) -> None:
             )
     except Exception as error:
         model.set_attn_implementation(usual)
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         reason = " ".join(str(error).split())
         raise ValueError(f"{type(model).__name__} can't be served: {reason}") from error
     finally:
@@ -105,11 +109,21 @@ def check_and_install(model: PreTrainedModel) -> None:
             module.training = True
 
 
+def caches_among(options: dict[str, Any]) -> list["TransformersCache"]:
+    given = [options.get(name) for name in ("cache", "past_key_values")]
+    return [cache for cache in given if isinstance(cache, TransformersCache)]
+
+
+def begin_pass(model: nn.Module, args: Any, options: dict[str, Any]) -> None:
+    """Forget a pass that didn't come to its end, by an error or Ctrl-C."""
+    for cache in caches_among(options):
+        cache.begun = True
+
+
 def end_pass(model: nn.Module, args: Any, options: dict[str, Any], output: Any) -> None:
-    """Commit what a pass has read. output: None if it failed."""
-    for name in ("cache", "past_key_values"):
-        if isinstance(cache := options.get(name), TransformersCache):
-            cache.end_pass(failed=output is None)
+    """Commit what a pass has read."""
+    for cache in caches_among(options):
+        cache.end_pass()
 
 
 def argument_of(model: PreTrainedModel) -> str:
@@ -199,7 +213,7 @@ class TransformersCache(Cache):
             m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int)
         ]
         self.last_attended = -1  # of our layers, in this pass
-        self.ended = True
+        self.begun = False  # a pass, which hasn't come to our first layer
         super().__init__(
             [
                 Layer(self, i) if kind == "full_attention" else DynamicSlidingWindowLayer(window)
@@ -223,12 +237,12 @@ class TransformersCache(Cache):
         another attention than ours would take them."""
         index = self.order[layer]
         if index == 0:
-            if not self.ended and self.last_attended == len(self.order) - 1:
+            if not self.begun:
                 raise ValueError(
-                    "no pass before was committed: call the model itself, with the cache by its name"
+                    "what it reads would not be committed: call the model itself, with the cache by its name"
                 )
             self.check_attention()
-            self.ended = False
+            self.begun = False
             self.pos, self.last_attended = self.ours.positions(k.size(2)).to(k.device), -1
         if self.last_attended != index - 1:
             raise ValueError(
@@ -258,8 +272,8 @@ class TransformersCache(Cache):
             raise ValueError("this cache was made for another model: make one for each")
         self.last_attended = index
 
-    def end_pass(self, failed: bool) -> None:
-        """Count the tokens of a pass as read, unless it failed."""
-        if not self.ended and not failed:
+    def end_pass(self) -> None:
+        """Count the tokens of a pass as read."""
+        if not self.begun:
             self.ours.commit(self.pos)
-        self.ended = True
+        self.begun = False

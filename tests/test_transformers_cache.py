@@ -172,12 +172,11 @@ def test_what_cannot_be_served_is_refused_and_left_as_it_was(
 
 
 def test_a_call_of_an_inner_model_is_noticed() -> None:
-    """It doesn't say that a pass has ended."""
+    """It doesn't say when a pass begins and ends."""
     model, ids = tiny("Llama"), torch.randint(1, 50, (1, 20))
     cache = TransformersCache(KVCache(), model)
-    model.model(ids, **{argument_of(model): cache})
     with pytest.raises(ValueError, match="call the model itself"):
-        model(ids, **{argument_of(model): cache})
+        model.model(ids, **{argument_of(model): cache})
 
 
 def test_beams_and_another_models_cache_are_refused() -> None:
