@@ -271,7 +271,7 @@ def page(columns: dict[str, list[Finding]]) -> str:
         "Right: differences are up to 1e-4 of the largest logit, which is rounding. WRONG: a number is wrong. REFUSES: an",
         "error with a message, after which the cache goes on; where not refusing would give wrong numbers, that is right.",
         "BREAKS: any other error. Not offered: the cache has no way to do this, or never promised it. Few caches promise",
-        "what a pass that fails leaves, and gradients: of a cache that doesn't, no failure counts. Measured: what changed",
+        "what a pass that fails leaves: of a cache that doesn't, no failure counts. Measured: what changed",
         "weights do, and the differences of approximate caches.",
         "",
         WHOSE_FAULT,

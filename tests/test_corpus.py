@@ -32,6 +32,7 @@ def test_the_corpus_is_pinned(split: str) -> None:
     assert digest(split) == PINNED[split]  # whatever Python's seed of hashes is in this process
 
 
+@pytest.mark.slow
 def test_people_and_objects_of_held_out_text_are_new_and_all_other_words_known() -> None:
     words, new = {}, {}
     for split in corpus.SPLITS:

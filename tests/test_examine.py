@@ -330,6 +330,7 @@ def test_nothing_to_examine_is_one_sentence(name: str, tmp_path: Path) -> None:
     refused(run(examine.main, path), "nothing to examine: ", words)
 
 
+@pytest.mark.slow
 def test_a_check_without_an_answer_breaks_and_the_next_is_asked(tmp_path: Path) -> None:
     path = tmp_path / "slow.py"
     path.write_text(SLOW, "utf-8")

@@ -47,6 +47,7 @@ def test_transformers_computes_the_same(name: str, tokenizer) -> None:
     assert [*map(int, generate(model, ids[:, :20], 60))] == generated[0, 20:].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["teacher", "llama", "bct"])
 def test_names_come_from_the_prompt(name: str, tokenizer) -> None:
     """Change a name in the prompt: the text that follows must change with it, or a KV cache would carry nothing."""
