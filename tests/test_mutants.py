@@ -97,8 +97,8 @@ def preload() -> None:
     from transformers import GPT2LMHeadModel, LlamaForCausalLM  # noqa: F401  it imports lazily
 
     for name, module in [*sys.modules.items()]:
-        path = getattr(module, "__file__", None) or ""
-        if name != "__main__" and path.startswith(str(ROOT)) and "site-packages" not in path:
+        place = getattr(module, "__file__", None) or str(getattr(module, "__path__", ""))
+        if name != "__main__" and str(ROOT) in place and "site-packages" not in place:
             del sys.modules[name]
 
 
