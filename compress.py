@@ -41,12 +41,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from formats.chat import encode_given_prompt
 from gpt_bounded_cache import PreallocatedCache, SlidingWindowCache
 from gpt_kv_cache import KVCache, generate
-from load_gpt2_weights import NAMES, load_model, load_tokenizer
-from pocket.evaluation import unseen_texts
-from support.cli import WRITING, ByModel, CommandLine, study_command, whole_number
 from support.files import read_text
 from support.prefix import common_prefix_length
 from support.printing import end_tokens_of, stream
@@ -430,6 +426,8 @@ def comparison_table(
 def text_rows(args: argparse.Namespace, tokenizer: tiktoken.Encoding) -> list[list[int]]:
     """Return the texts to read, of args.tokens tokens each: the beginning of the file args.text, or
     texts that the model wasn't trained on. Raises ValueError if there are none of that length."""
+    from pocket.evaluation import unseen_texts
+
     if args.text is not None:
         ids = tokenizer.encode(read_text(Path(args.text)), disallowed_special=())
         if len(ids) < args.tokens:
@@ -504,6 +502,16 @@ def write(
 
 
 def main(argv: list[str] | None = None) -> None:
+    from formats.chat import encode_given_prompt
+    from load_gpt2_weights import NAMES, load_model, load_tokenizer
+    from support.cli import (
+        WRITING,
+        ByModel,
+        CommandLine,
+        study_command,
+        whole_number,
+    )
+
     cli = CommandLine(__doc__, "python3 %(prog)s write --cache bits:4 --prompt 'Notes:'")
     comparison, one_way = cli.add_actions(
         "demo", demo="all caches, compared", write="continue a prompt with one cache"

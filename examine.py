@@ -30,6 +30,7 @@ import json
 import math
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -112,6 +113,7 @@ class Subject:
     difference that it promises, if it hasn't.
     """
 
+    capacity = math.inf
     promises = True  # what only FEW caches do: a pass that fails changes nothing, which is what commit() is for
     tolerance = TOLERANCE
 
@@ -131,6 +133,7 @@ class Subject:
         self.approximate = approximate
         self.vocab_size = model.config.vocab_size
         self.context = min(model.context, capacity)
+        self.capacity = capacity
 
     def whole(self, ids: Tensor) -> Tensor:
         """Return the logits (B, T, V) of ids (B, T) in one pass without a cache."""
@@ -320,6 +323,7 @@ class GivenSubject(Subject):
         self.model = getattr(given, "model", nn.Module())
         self.vocab_size = getattr(given, "vocab_size", 61)
         self.context = getattr(given, "context", LONG_TEXT + 20)
+        self.capacity = getattr(given, "capacity", math.inf)
         self.window = getattr(given, "window", None)
         self.sinks = getattr(given, "sinks", 0)
         self.approximate = getattr(given, "approximate", False)
@@ -675,7 +679,7 @@ class Trial:
         subject = self.subject
         self.cache, self.text, self.start = cache, text, text.size(1)
         self.steps.append(f"cut to {n}")
-        forgot = subject.window is not None and text.size(1) > subject.window + subject.sinks
+        forgot = subject.window is not None and text.size(1) >= subject.window + subject.sinks
         try:
             subject.truncate(cache, n)
         except (ValueError, NotImplementedError) as error:
@@ -726,7 +730,9 @@ class Trial:
         for step, times in itertools.groupby(self.steps):
             n = len([*times])
             words.append(f"{n} times {step}" if n > 1 else step)
-        return "a new cache: " + ", ".join(words)
+        if len(words) > 7:
+            words = [*words[:3], "...", *words[-3:]]
+        return "a new cache: " + ", ".join(words) if words else "a new cache"
 
     def goes_on(self) -> bool:
         """Return whether the cache, which has just refused, reads a token as if it hadn't been asked, or refuses it."""
@@ -822,11 +828,7 @@ class Check(NamedTuple):
             return self.finding(subject, "not offered", str(error))
         except WrongError as error:
             return self.finding(subject, "WRONG", str(error), error.difference, error.cause)
-        except (
-            Exception,
-            SystemExit,
-            KeyboardInterrupt,
-        ) as error:  # whatever a stranger's code raises
+        except (Exception, SystemExit) as error:  # whatever a stranger's code raises
             return self.finding(subject, "BREAKS", f"{in_words(error)} ({trial.history()})")
         difference = f"{max(trial.largest, 0):.1e} of the largest logit"
         if says is not None:
@@ -879,7 +881,7 @@ def examine(subject: Subject, only: str = "") -> Iterator[Finding]:
 
 @check("a prompt is read at once", "Mikyx-1/TinyLLM#17")
 def _(trial: Trial) -> None:
-    for n in (1, 2, 3, 8, TEXT):
+    for n in (*range(1, 9), TEXT):
         ids = trial.ids(n=n)
         trial.pieces(ids, [ids.size(1)])
 
@@ -1098,7 +1100,10 @@ def _(trial: Trial) -> None:
 @check("a pass that fails, then a cut", "llamadart#601", FEW)
 def _(trial: Trial) -> None:
     """On a cache of any length, also on a window that has just been filled."""
-    ids, limit = trial.ids(), max(trial.subject.window or 9, 3) + trial.subject.sinks
+    limit = max(trial.subject.window or 9, 3) + trial.subject.sinks
+    ids = trial.ids(n=limit + 9)
+    if ids.size(1) < limit + 9:
+        raise NotOffered("its window is nearly as long as its context")
     for n in (limit - 1, limit, limit + 1):
         for size in (1, 4):
             cache = trial.filled(ids[:, :n])
@@ -1140,7 +1145,8 @@ def _(trial: Trial) -> None:
 
 @check("another ending of the same text", "mlc-llm#3179, llama.cpp#11970")
 def _(trial: Trial) -> None:
-    cut_and_go_on(trial, min(20, trial.subject.window or 20), 4, [1, 15])
+    n = max(2, min(20, trial.subject.window or 20))
+    cut_and_go_on(trial, n, min(4, n - 1), [1, 15])
 
 
 @check("the whole prompt is cached", "nano-vllm#144, llama.cpp#1585")
@@ -1308,6 +1314,8 @@ def _(trial: Trial) -> None:
     ids = trial.ids(1, LONG_TEXT)
     n = ids.size(1)
     slots = max(2 ** math.ceil(math.log2(n)), min(subject.context, LONGEST_CONTEXT) + 1)
+    if subject.capacity < math.inf:
+        slots = max(slots, subject.capacity + 1)
     if subject.window is not None:
         slots = 2 * (subject.window + subject.sinks) + 32
     for dtype in (None, torch.bfloat16, torch.float16):
@@ -1422,12 +1430,12 @@ def diagnose(findings: list[Finding]) -> Diagnosis | None:
         return None
     verdicts = {finding.check: finding.verdict for finding in findings}
     cause, name = cause_of(bad, verdicts)
-    words = [CAUSES.get(cause, "it breaks")]
+    words = f"{CAUSES[cause]} ({cause})" if cause else "no cause is known"
     if cause == "mask: loses tokens" and verdicts.get(WINDOW) == "not offered":
-        words.append(ASK_WINDOW)
-    words.append(f"{name}: {bad[name].says}")
+        words += f"; {ASK_WINDOW}"
+    says = f'{words}. First seen in "{name}": {bad[name].says}'
     others = [check for check in bad if check != name]
-    return Diagnosis(cause, "; ".join(words), name, bad[name].kind, others)
+    return Diagnosis(cause, says, name, bad[name].kind, others)
 
 
 PROMPT, SECOND, ONE_BY_ONE, ANY = BASIC = (
@@ -1518,6 +1526,10 @@ def load_subject(options: argparse.Namespace) -> Subject:
             return Subject(small_model())
     else:
         given = definitions(Path(options.file))
+    if options.model and options.family:
+        raise ValueError("give --model or --family, not both")
+    if (options.model or options.family) and given and "make" not in given:
+        raise ValueError(f"{options.file} has no make(model), which --model and --family need")
     if "subject" in given:
         return GivenSubject(given["subject"])
     if "make" in given or options.file is None:
@@ -1537,6 +1549,8 @@ def load_subject(options: argparse.Namespace) -> Subject:
 
 def definitions(path: Path) -> dict[str, Any]:
     """Run a Python file, and return what it defines. Raises ValueError if it can't be run to its end."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: a model's folder is given by --model")
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     sys.path.insert(0, str(path.resolve().parent))
@@ -1578,7 +1592,7 @@ def protocol_subject(model: nn.Module, new_cache: Callable, options: argparse.Na
         raise ValueError(f"a {type(cache).__name__} has no {', '.join(missing)}")
     for name in limits:
         value = getattr(cache, name, None)
-        if isinstance(value, int):
+        if type(value) is int and value > 0:
             chosen.setdefault(name, value)
     return Subject(model, new_cache, **chosen, approximate=options.approximate)
 
@@ -1588,10 +1602,15 @@ def protocol_subject(model: nn.Module, new_cache: Callable, options: argparse.Na
 
 def run_checks(sender: Any, options: argparse.Namespace, names: list[str]) -> None:
     """Send "", or why there is nothing to examine; then the findings of the checks with these names."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     os.dup2(2, 1)  # what the file prints isn't a finding
     torch.set_num_threads(1)  # for small models more threads cost more
     try:
         subject = load_subject(options)
+        if subject.context < TEXT:
+            raise ValueError(
+                f"there is room for {subject.context} tokens, and the checks need {TEXT}"
+            )
     except (Exception, SystemExit) as error:
         sender.send(str(error) if isinstance(error, ValueError) else in_words(error))
         return
@@ -1653,24 +1672,28 @@ def report(findings: Iterator[Finding], as_json: bool = False) -> int:
     if as_json:
         record = {"diagnosis": diagnosis and diagnosis._asdict(), "findings": []}
         for finding in found:
-            difference = finding.difference and finding.difference._asdict()
+            difference = finding.difference and {
+                key: None if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in finding.difference._asdict().items()
+            }
             record["findings"].append(finding._asdict() | {"difference": difference})
-        print(json.dumps(record, indent=2))
+        print(json.dumps(record, indent=2, allow_nan=False))
     else:
         print_summary(found, diagnosis)
     if not {"right", "measured", *BAD} & {*verdicts}:
-        raise ValueError("nothing to examine: " + "; ".join({finding.says for finding in found}))
+        refused = [finding.says for finding in found if finding.verdict == "REFUSES"]
+        raise ValueError(f"nothing to examine: {(refused or [found[0].says])[0]}")
     return int(diagnosis is not None)
 
 
 def print_summary(findings: list[Finding], diagnosis: Diagnosis | None) -> None:
     """Print the diagnosis, and what was found beside right answers."""
     if diagnosis:
-        print(f"\n{diagnosis.cause or 'no cause is known'}: {diagnosis.says}")
+        print(f"\nDiagnosis: {diagnosis.says}")
         if diagnosis.kind:
-            print(f"as in {diagnosis.kind}")
+            print(f"Public bugs that this check is for: {diagnosis.kind}")
         if diagnosis.consequences:
-            print(f"{len(diagnosis.consequences)} more, likely for the same reason")
+            print(f"{len(diagnosis.consequences)} more checks are bad: repair this first.")
     print()
     for verdict in ("WRONG", "BREAKS", "REFUSES", "measured", "not offered"):
         for finding in findings:
@@ -1683,6 +1706,17 @@ def print_summary(findings: list[Finding], diagnosis: Diagnosis | None) -> None:
     print("\n" + ", ".join(counts))
 
 
+def at_least(least: int, kind: Callable) -> Callable:
+    """Return a type of argparse: a number that isn't smaller."""
+
+    def number(text: str) -> Any:
+        if not kind(text) >= least:
+            raise argparse.ArgumentTypeError(f"{text}, must be at least {least}")
+        return kind(text)
+
+    return number
+
+
 def main(argv: list[str] | None = None) -> None:
     usage, _, more = __doc__.partition("\n\n")
     parser = argparse.ArgumentParser(
@@ -1691,27 +1725,37 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add("file", nargs="?", metavar="FILE.py", help="whose cache is examined")
     add("--model", metavar="NAME", help="a model of transformers, by name or folder")
-    add("--family", choices=FAMILIES, help="a small random model of transformers")
-    add("--window", type=int, help="tokens that the cache shows")
-    add("--sinks", type=int, help="first tokens that it shows, too")
-    add("--capacity", type=int, help="tokens that it has room for")
+    add("--family", choices=FAMILIES, help="a small random model of transformers (default: llama)")
+    add("--window", type=at_least(1, int), help="tokens that the cache shows")
+    add("--sinks", type=at_least(0, int), help="first tokens that it always shows")
+    add("--capacity", type=at_least(1, int), help="tokens that it has room for")
     add(
         "--approximate",
         nargs="?",
-        type=float,
+        type=at_least(0, float),
         const=True,
         default=False,
         metavar="LARGEST",
         help="measure differences; those over LARGEST (of the largest logit) are wrong",
     )
     add("--only", default="", metavar="WORDS", help="checks whose name has these words")
-    add("--seconds", type=float, default=30.0, help="a check may take (default: 30)")
+    add(
+        "--seconds",
+        type=at_least(1, float),
+        default=30.0,
+        help="seconds that a check may take (default: 30)",
+    )
     add("--json", action="store_true", help="print findings as JSON")
     options = parser.parse_args(argv)
     try:
         status = report(findings_of(options), options.json)
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: {' '.join(str(error).split())}\n")
+    except KeyboardInterrupt:
+        parser.exit(130, "\n")
+    except BrokenPipeError:  # nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        parser.exit(2)
     sys.exit(status)
 
 

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from formats.chat import encode_given_prompt, encode_prompt
+from formats.chat import encode_prompt
 from gpt_kv_cache import (
     GPT,
     KVCache,
@@ -39,10 +39,7 @@ from gpt_kv_cache import (
     keep_top_k,
     sample,
 )
-from load_gpt2_weights import NAMES, load_model, load_tokenizer, random_model
 from pair import Pair, default_student, load_pair
-from pocket import corpus
-from support.cli import WRITING, ByModel, CommandLine, study_command, whole_number
 from support.printing import end_tokens_of, stream
 from support.tables import table
 from support.texts import read_prompts_of_kind
@@ -328,6 +325,9 @@ def demo_of_pocket(
     max_new_tokens: int,
 ) -> None:
     """Print demo() of texts of the pocket world: lists that are said again, and beginnings."""
+    from load_gpt2_weights import random_model
+    from pocket import corpus
+
     device = models[0].wte.weight.device
     lists = sorted(corpus.repeated_lists("test", 7), key=lambda texts: -len(texts[1]))
     list_beginnings = [tokenizer.encode(beginning) for beginning, _ in lists[:3]]
@@ -387,6 +387,16 @@ The full study: {study}""")
 
 
 def main(argv: list[str] | None = None) -> None:
+    from formats.chat import encode_given_prompt
+    from load_gpt2_weights import NAMES, load_model, load_tokenizer
+    from support.cli import (
+        WRITING,
+        ByModel,
+        CommandLine,
+        study_command,
+        whole_number,
+    )
+
     cli = CommandLine(__doc__, "python3 %(prog)s write --draft 8 --prompt 'Notes:'")
     comparison, one_way = cli.add_actions(
         "demo", demo="drafts of several lengths, compared", write="continue a prompt"

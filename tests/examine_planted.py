@@ -161,7 +161,7 @@ def table() -> str:
     alarms = [name for name in rights if found[name]]
     lines += [
         "",
-        f"Of {len(rights)} right caches {len(alarms)} are called wrong: {', '.join(alarms) or 'none'}.",
+        f"Right caches that are called wrong, of {len(rights)}: {', '.join(alarms) or 'none'}.",
     ]
     return "\n".join([*lines, "", "| bug | cause | diagnosis |", "|---|---|---|", *misses]) + "\n"
 
