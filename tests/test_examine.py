@@ -334,8 +334,6 @@ def test_nothing_to_examine_is_one_sentence(name: str, tmp_path: Path) -> None:
 def test_a_check_without_an_answer_breaks_and_the_next_is_asked(tmp_path: Path) -> None:
     path = tmp_path / "slow.py"
     path.write_text(SLOW, "utf-8")
-    ran = run(examine.main, path, "--only", "piece", "--window", "0")
-    assert ran.code == 2 and "no cache can be made: ValueError" in ran.err
     ran = run(examine.main, path, "--only", "piece", "--seconds", "5", "--json")
     verdicts = {f["check"]: f["verdict"] for f in json.loads(ran.out)["findings"]}
     assert ran.code == 1 and verdicts["a second piece follows"] == "BREAKS"

@@ -2,17 +2,42 @@
 
 import shutil
 
-from playwright.sync_api import sync_playwright
-
 from chapters.builder.blocks import CHAPTERS
+from support.cli import CommandLine
 
-with sync_playwright() as playwright:
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-    page = browser.new_page(viewport={"width": 1560, "height": 640})
-    page.goto(f"{CHAPTERS.as_uri()}/side_by_side/gpt_kv_cache.html#3")
-    page.screenshot(path=CHAPTERS / "side_by_side.png")
-    page = browser.new_page(viewport={"width": 1100, "height": 1300})
-    page.goto(f"{CHAPTERS.as_uri()}/live/index.html#begin")
-    page.wait_for_selector("#written:not(:empty)", timeout=120_000)
-    page.locator("section").first.screenshot(path=CHAPTERS / "live.png")
+# Of each picture: the page's address, its size, what is there when it can be taken, and the part of
+# the page that it shows, with its margins; "": from the top.
+PICTURES = {
+    "side_by_side.png": ("side_by_side/gpt_kv_cache.html#3", (1560, 640), "tr.first", ""),
+    "live.png": ("live/index.html#begin", (1100, 1300), "#written:not(:empty)", "section"),
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    cli = CommandLine(__doc__, example="python3 -m chapters.builder.screenshots")
+    with cli.parse(argv):
+        try:
+            from playwright.sync_api import sync_playwright
+        except ImportError as error:
+            raise ValueError("pictures of pages need `pip install playwright`") from error
+
+        there = shutil.which("chromium") or shutil.which("google-chrome")
+        if there is None:
+            raise ValueError("pictures of pages need a Chromium")
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=there, args=["--no-sandbox"])
+            for name, (address, (width, height), there_then, part) in PICTURES.items():
+                page = browser.new_page(viewport={"width": width, "height": height})
+                page.goto(f"{CHAPTERS.as_uri()}/{address}")
+                page.wait_for_selector(there_then, timeout=120_000)
+                shown = {"x": 0, "y": 0, "width": width, "height": height}
+                if part:
+                    box = page.locator(part).first.bounding_box()
+                    shown |= {"y": box["y"], "height": box["height"]}
+                page.screenshot(path=CHAPTERS / name, clip=shown)
+                print(f"written: {CHAPTERS.name}/{name}")
+            browser.close()
+
+
+if __name__ == "__main__":
+    main()
