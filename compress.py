@@ -166,7 +166,7 @@ class QuantizedCache(CompressedCache):
 
     value_bits: of values, if they have other bits than keys. Raises ValueError if bits aren't 2, 4,
     8 or 32 (no rounding), or a size is out of range; at the first pass, if a head's size isn't a
-    multiple of 8 / bits.
+    multiple of 8 / bits, or a group or a head is so small that rounding would take more memory.
 
     Source: Liu et al. 2024, section 3 (there, the channels of a token are in groups of 32; here, a
     group is a whole head).
@@ -230,19 +230,28 @@ class QuantizedCache(CompressedCache):
 def quantize(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the codes (..., D * bits / 8) of numbers x (..., D), packed into bytes, and the scale
     and the zero that the numbers along dim share. With 32 bits the codes are x itself. Raises
-    ValueError if D isn't a multiple of 8 / bits."""
+    ValueError if D isn't a multiple of 8 / bits, or so few numbers share a scale that the three
+    take no less memory than x."""
     if bits == 32:
         return x.clone(), x.new_empty(x[..., :0].shape), x.new_empty(x[..., :0].shape)
-    D, codes_per_byte = x.size(-1), 8 // bits
+    D, codes_per_byte, sharing = x.size(-1), 8 // bits, x.size(dim)
     if D % codes_per_byte:
         raise ValueError(
             f"{bits} bits need a head size that is a multiple of {codes_per_byte}, got {D}"
         )
+    bytes_each = bits / 8 + 2 * x.itemsize / sharing
+    if bytes_each >= x.itemsize:
+        raise ValueError(
+            f"{bits} bits, and a scale and a zero for every {sharing} numbers, are "
+            f"{bytes_each:g} bytes a number, which must be fewer than {x.itemsize}"
+        )
     zero = x.amin(dim, keepdim=True)
-    span = x.amax(dim, keepdim=True).float() - zero.float()  # in float16 it may overflow
-    scale = (span / (2**bits - 1)).to(x.dtype)
-    divisor = scale.float().clamp_min(torch.finfo(torch.float32).tiny)  # equal numbers have scale 0
-    codes = ((x.float() - zero.float()) / divisor).round().clamp(0, 2**bits - 1).to(torch.uint8)
+    # Halves, since the span of float32 numbers may be twice the largest of them.
+    half_x, half_zero = wide(x) / 2, wide(zero) / 2
+    half_span = half_x.amax(dim, keepdim=True) - half_zero
+    scale = (half_span / ((2**bits - 1) / 2)).to(x.dtype)
+    half_step = torch.where(scale == 0, 1, wide(scale) / 2)  # equal numbers have scale 0
+    codes = ((half_x - half_zero) / half_step).round().clamp(0, 2**bits - 1).to(torch.uint8)
     codes = codes.unflatten(-1, (-1, codes_per_byte))
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=x.device)
     return (codes << shifts).sum(-1, dtype=torch.uint8), scale, zero
@@ -254,9 +263,14 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
         return codes
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
     codes = (codes[..., None] >> shifts) & (2**bits - 1)
-    numbers = codes.flatten(-2) * scale.float() + zero.float()
+    numbers = 2 * (codes.flatten(-2) * (wide(scale) / 2) + wide(zero) / 2)
     largest = torch.finfo(scale.dtype).max  # a rounded scale may lead beyond the dtype's range
     return numbers.clamp(-largest, largest).to(scale.dtype)
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return x in float32, or in its own dtype if that is float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class KeptTokens(NamedTuple):

@@ -149,7 +149,7 @@ def test_keys_share_a_scale_per_channel_of_a_group_and_values_per_token(bits: in
             torch.testing.assert_close(got[1, 0, h, t], rounded(values[h, t]))
 
 
-@pytest.mark.parametrize(("bits", "dtype"), [(2, torch.float32), (8, torch.bfloat16)])
+@pytest.mark.parametrize(("bits", "dtype"), [(2, torch.float32), (4, torch.bfloat16)])
 def test_bytes_follow_the_formula(bits: int, dtype: torch.dtype) -> None:
     L, B, H, T, D, group, residual = 3, 2, 2, 23, 8, 4, 5
     cache = feed(QuantizedCache(bits, group, residual), torch.randn(L, 2, B, H, T, D).to(dtype), 0)

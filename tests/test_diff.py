@@ -18,7 +18,7 @@ LECTURES = [
         "gpt_kv_cache.py",
         "llama_kv_cache.py",
         30,
-        31,
+        32,
         ["# ROPE", "# GQA", "# RMS", "# SWIGLU", "# QKNORM", "# LLAMA"],
     ),
 ]
