@@ -87,7 +87,7 @@ def rotation(pos: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:  # ROPE
     Pair i rotates by theta ** (-2i / D) radians a token. With rope_scaling, as in Llama 3.1 and
     3.2, a pair that goes round at most `low` times in n_ctx tokens is slowed down by `factor`; one
     that does so at least `high` times keeps its speed, and those between get a mixture of both."""
-    i = torch.arange(0, config.head_dim, 2, device=pos.device)  # ROPE  2i of each pair, (D / 2,)
+    i = torch.arange(0, config.head_dim, 2, device=pos.device).float()  # ROPE  2i, (D / 2,) float32
     speed = config.rope_theta ** (-i / config.head_dim)  # ROPE  radians a token
     if config.rope_scaling is not None:  # ROPE
         factor, low, high, n_ctx = config.rope_scaling  # ROPE
@@ -216,7 +216,8 @@ class Attention(nn.Module):
             q = q.reshape(len(q), k.size(1), -1, self.head_dim)  # GQA  (B, key heads, group, D)
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal,  # GQA
                                            dropout_p=self.dropout * self.training,  # GQA
-                                           enable_gqa=True).reshape(heads)  # GQA
+                                           enable_gqa=True)  # GQA
+        y = y.add(q, alpha=0).reshape(heads)  # GQA  y + 0 * q: attention may turn NaN into 0
         return self.c_proj(y.transpose(1, 2).flatten(2))  # (B, H, T, D) -> (B, T, C)
 
 
@@ -265,6 +266,7 @@ class Block(nn.Module):
                 rope: tuple[Tensor, Tensor]) -> Tensor:  # ROPE
         q, k, v = self.attn.project(self.ln_1(x))  # ROPE  (B, H, T, D) each
         q, k, mask = rotate(q, rope), rotate(k, rope), None  # ROPE  a cache holds rotated keys
+        v = v.add(k, alpha=0)  # ROPE  v + 0 * k: an overflow in k reaches the logits
         if cache is not None:  # NEW
             k, v, mask = cache.append(layer, k, v, pos)  # NEW  (B, H, S, D) twice, (T, S) or None
         x = x + self.drop(self.attn(q, k, v, mask))  # NEW
