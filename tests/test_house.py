@@ -14,6 +14,7 @@ FLOORS = [
     ["support"],
     ["examine"],
     GPT_FILES,
+    ["hybrid_kv_cache"],
     ["formats"],
     ["load_gpt2_weights"],
     ["pocket"],

@@ -1,0 +1,272 @@
+"""Lecture 5: each kind of layer beside transformers' and beside its own uncached pass."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from examine import Subject, examine
+from gpt_baseline import generate as generate_uncached
+from hybrid_kv_cache import (
+    KINDS,
+    Hybrid,
+    HybridConfig,
+    StateAttention,
+    WindowBlock,
+    delta_rule,
+    delta_rule_at_once,
+    generate,
+    main,
+)
+from llama_kv_cache import KVCache
+from tests.test_equivalence import randomize
+
+SIZES = {"vocab_size": 60, "n_ctx": 128, "n_head": 4, "n_kv_head": 2, "head_dim": 16, "n_embd": 32}
+SIZES |= {"n_inner": 48, "kv_rank": 24, "rope_dim": 8, "window": 8, "rope_theta": 100.0}
+MIXES = [*((kind,) * 2 for kind in KINDS), ("window", "state", "full", "latent")]
+FEEDINGS = [[40], [1] * 40, [7, 1, 1, 9, 3, 19]]
+
+
+def hybrid(*kinds: str, **more: object) -> Hybrid:
+    """A random model with layers of these kinds."""
+    torch.manual_seed(0)
+    model = Hybrid(HybridConfig(**SIZES | {"n_layer": len(kinds), "kinds": kinds} | more)).eval()
+    randomize(model)
+    return model.requires_grad_(False)
+
+
+def fed(model: Hybrid, ids: Tensor, lengths: list[int], cache: KVCache) -> Tensor:
+    """The logits (B, T, V) of ids, read in pieces."""
+    return torch.cat([model(piece, cache) for piece in ids.split(lengths, dim=1)], dim=1)
+
+
+def close(given: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
+    assert (given - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+IDS = torch.arange(80).view(2, 40) * 7 % 60
+
+
+@pytest.mark.parametrize("lengths", FEEDINGS, ids=["at once", "one by one", "mixed"])
+@pytest.mark.parametrize("kinds", MIXES, ids="-".join)
+def test_logits_are_those_without_a_cache(kinds: tuple[str, ...], lengths: list[int]) -> None:
+    model = hybrid(*kinds)
+    cache = model.new_cache()
+    close(fed(model, IDS, lengths, cache), model(IDS))
+    assert len(cache) == 40 and cache.nbytes == sum(layer.nbytes for layer in cache.layers)
+    half, cache = model.to(torch.bfloat16), model.new_cache()
+    close(fed(half, IDS, lengths, cache).float(), half(IDS).float(), 0.1)
+
+
+@pytest.mark.parametrize("kinds", MIXES, ids="-".join)
+def test_greedy_texts_are_equal_past_the_context_too(kinds: tuple[str, ...]) -> None:
+    model = hybrid(*kinds, n_ctx=48)
+    expected = torch.cat([*generate_uncached(model, IDS, 30)], dim=1)
+    assert torch.equal(torch.cat([*generate(model, IDS, 30)], dim=1), expected)
+
+
+def test_a_cut_happens_in_all_layers_or_in_none() -> None:
+    for kinds, n, says in (
+        (("full", "window"), 12, "layer 1: can't keep 12 tokens of 20, 12 evicted"),
+        (("latent", "state"), 12, "layer 1: can't keep 12 tokens of 20: a state holds all or none"),
+        (("full", "latent"), 21, "layer 0: can't keep 21 tokens of 20"),
+    ):
+        model = hybrid(*kinds)
+        cache = model.new_cache()
+        model(IDS[:, :20], cache)
+        with pytest.raises(ValueError, match=says):
+            cache.truncate(n)
+        assert [len(layer) for layer in [cache, *cache.layers]] == [20, 20, 20]
+        close(model(IDS[:, 20:], cache), model(IDS)[:, 20:])
+    cache.truncate(15)
+    close(model(IDS[:, 15:], cache), model(IDS)[:, 15:])
+
+
+def test_what_cannot_be_is_refused() -> None:
+    model = hybrid("full", "window")
+    with pytest.raises(ValueError, match="a cache of 0 layers can't serve a model of 2"):
+        model(IDS, KVCache())
+    with pytest.raises(ValueError, match="kinds must be one of full, .* for each of 3 layers"):
+        HybridConfig(n_layer=3, kinds=("full",))
+    with pytest.raises(ValueError, match="rope_dim is 7, kv_rank 512: both must be even"):
+        HybridConfig(n_layer=1, kinds=("latent",), rope_dim=7)
+    with pytest.raises(ValueError, match="conv must be at least 2, got 1"):
+        HybridConfig(n_layer=1, kinds=("state",), conv=1)
+
+
+@pytest.mark.slow
+def test_the_examiner_finds_nothing_wrong_with_all_kinds_in_one_model() -> None:
+    model = hybrid(*MIXES[-1])
+    verdicts = {found.verdict for found in examine(Subject(model, model.new_cache))}
+    assert verdicts == {"right", "REFUSES", "not offered", "measured"}
+
+
+# --- The latent ---------------------------------------------------------------------------------------
+
+
+def test_three_forms_of_the_latent_are_the_same_numbers() -> None:
+    attention = hybrid("latent").h[0].attn
+    q, cached = torch.randn(2, 4, 5, 24), torch.randn(2, 1, 9, 32)
+    mask = torch.ones(5, 9, dtype=torch.bool).tril(4)
+    close(attention.absorbed(q, cached, mask), attention.expanded(q, cached, mask))
+    close(
+        attention.absorbed(q, cached[:, :, :5], None), attention.expanded(q, cached[:, :, :5], None)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("q_rank", [None, 20])
+def test_latents_are_those_of_deepseek_v3(q_rank: int | None) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(
+            vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=4, first_k_dense_replace=2,
+            q_lora_rank=q_rank, kv_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8,
+            v_head_dim=16, max_position_embeddings=128, rope_theta=100.0, rope_interleave=True,
+            tie_word_embeddings=False,
+        )
+    ).eval()  # fmt: skip
+    randomize(theirs)
+    given = {name: x.detach() for name, x in theirs.named_parameters()}
+    model = hybrid(
+        "latent", "latent", q_rank=q_rank, tied=False, norm_eps=theirs.config.rms_norm_eps
+    )
+    halves = torch.cat([torch.arange(0, 8, 2), torch.arange(1, 8, 2)])  # of pairs beside each other
+
+    def copy(to: Tensor, name: str) -> None:
+        to.copy_(given[name])
+
+    copy(model.wte.weight, "model.embed_tokens.weight")
+    copy(model.lm_head.weight, "lm_head.weight")
+    copy(model.ln_f.weight, "model.norm.weight")
+    for i, block in enumerate(model.h):
+        layer, attn = f"model.layers.{i}.", block.attn
+        copy(block.ln_1.weight, layer + "input_layernorm.weight")
+        copy(block.ln_2.weight, layer + "post_attention_layernorm.weight")
+        queries = given[layer + f"self_attn.q_{'b_' if q_rank else ''}proj.weight"].view(4, 24, -1)
+        turned = torch.cat([queries[:, :16], queries[:, 16:][:, halves]], dim=1)
+        attn.q_up.weight.copy_(turned.flatten(0, 1).T)
+        if q_rank:
+            attn.q_down.weight.copy_(given[layer + "self_attn.q_a_proj.weight"].T)
+            copy(attn.ln_q.weight, layer + "self_attn.q_a_layernorm.weight")
+        down = given[layer + "self_attn.kv_a_proj_with_mqa.weight"]
+        attn.kv_down.weight.copy_(torch.cat([down[:24], down[24:][halves]]).T)
+        copy(attn.ln_kv.weight, layer + "self_attn.kv_a_layernorm.weight")
+        attn.kv_up.weight.copy_(given[layer + "self_attn.kv_b_proj.weight"].T)
+        attn.c_proj.weight.copy_(given[layer + "self_attn.o_proj.weight"].T)
+        gate_up = [given[layer + f"mlp.{name}_proj.weight"] for name in ("gate", "up")]
+        block.mlp.c_fc.weight.copy_(torch.cat(gate_up).T)
+        block.mlp.c_proj.weight.copy_(given[layer + "mlp.down_proj.weight"].T)
+    with torch.no_grad():
+        expected = theirs(IDS).logits
+    close(model(IDS), expected)
+    for lengths in FEEDINGS:
+        close(fed(model, IDS, lengths, model.new_cache()), expected)
+
+
+# --- The window ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_windows_with_sinks_are_those_of_gpt_oss() -> None:
+    pytest.importorskip("transformers")
+    from transformers.models.gpt_oss import modeling_gpt_oss
+
+    config = modeling_gpt_oss.GptOssConfig(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        sliding_window=8, layer_types=["sliding_attention"], num_hidden_layers=1,
+        attention_bias=False, attn_implementation="eager",
+        rope_parameters={"rope_type": "default", "rope_theta": 50.0},
+    )  # fmt: skip
+    theirs = modeling_gpt_oss.GptOssAttention(config, 0).eval().requires_grad_(False)
+    rotary = modeling_gpt_oss.GptOssRotaryEmbedding(config)
+    randomize(theirs)
+    block: WindowBlock = hybrid("window", window_theta=50.0).h[0]
+    block.attn.sink.copy_(theirs.sinks)
+    joined = [theirs.q_proj.weight, theirs.k_proj.weight, theirs.v_proj.weight]
+    block.attn.c_attn.weight.copy_(torch.cat(joined).T)
+    block.attn.c_proj.weight.copy_(theirs.o_proj.weight.T)
+    block.ln_1 = torch.nn.Identity()
+    block.mlp.c_proj.weight.zero_()  # attention alone
+    x, pos = torch.randn(2, 40, 32), torch.arange(40)
+    distance = pos[:, None] - pos
+    mask = torch.zeros(40, 40).masked_fill((distance < 0) | (distance >= 8), -math.inf)
+    expected = x + theirs(x, rotary(x, pos[None]), mask[None, None])[0]
+    close(block(x, pos, None, 0, ()), expected)
+    for lengths in FEEDINGS:
+        cache, read = block.new_cache(), []
+        for here, piece in zip(pos.split(lengths), x.split(lengths, dim=1), strict=True):
+            read.append(block(piece, here, cache, 0, ()))
+            cache.commit(here)
+        close(torch.cat(read, dim=1), expected)
+
+
+# --- The state ----------------------------------------------------------------------------------------
+
+
+def test_the_delta_rule_is_the_same_for_all_tokens_at_once() -> None:
+    state, (q, k, v) = torch.randn(2, 3, 8, 8), torch.randn(3, 2, 3, 20, 8)
+    k = torch.nn.functional.normalize(k, dim=-1)
+    decay, write = torch.rand(2, 2, 3, 20, 1) * 0.9 + 0.1
+    expected = delta_rule(state, q, k, v, decay, write)
+    for given, wanted in zip(
+        delta_rule_at_once(state, q, k, v, decay, write), expected, strict=True
+    ):
+        close(given, wanted)
+
+
+def test_a_write_takes_away_what_stood_at_its_key() -> None:
+    one = torch.ones(1, 1, 1, 1)
+    key, values = (
+        torch.nn.functional.normalize(torch.randn(1, 1, 1, 8), dim=-1),
+        torch.randn(2, 1, 1, 1, 8),
+    )
+    state = torch.zeros(1, 1, 8, 8)
+    for value in values:
+        read, state = delta_rule(state, key, key, value, one, one)
+        close(read, value)
+
+
+@pytest.mark.slow
+def test_states_are_those_of_qwen3_next() -> None:
+    pytest.importorskip("transformers")
+    from transformers import Qwen3NextConfig
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+    sizes = {"linear_num_value_heads": 4, "linear_num_key_heads": 4, "linear_key_head_dim": 16}
+    config = Qwen3NextConfig(hidden_size=32, linear_value_head_dim=16, num_hidden_layers=4, **sizes)
+    theirs = Qwen3NextGatedDeltaNet(config, 0).eval().requires_grad_(False)
+    randomize(theirs)
+    layer: StateAttention = hybrid("state").h[0].attn
+    heads = theirs.in_proj_qkvz.weight.view(4, 4, 16, 32)  # of each head: q, k, v, z
+    q, k, v, z = (x.reshape(64, 32) for x in heads.unbind(dim=1))
+    layer.c_attn.weight.copy_(torch.cat([q, k, v]).T)
+    layer.c_out.weight.copy_(z.T)
+    layer.c_gates.weight.copy_(
+        theirs.in_proj_ba.weight.view(4, 2, 32).transpose(0, 1).flatten(0, 1).T
+    )
+    for ours, parameter in (
+        (layer.conv, theirs.conv1d.weight),
+        (layer.offset, theirs.dt_bias),
+        (layer.speed, theirs.A_log),
+        (layer.ln_y.weight, theirs.norm.weight),
+        (layer.c_proj.weight, theirs.out_proj.weight.T),
+    ):
+        ours.copy_(parameter)
+    x = torch.randn(2, 40, 32)
+    expected = theirs(x)
+    for lengths in FEEDINGS:
+        held, read = None, []
+        for piece in x.split(lengths, dim=1):
+            y, held = layer(piece, held)
+            read.append(y)
+        close(torch.cat(read, dim=1), expected)
+
+
+def test_a_bare_run_shows_what_each_layer_keeps(capsys: pytest.CaptureFixture[str]) -> None:
+    main()
+    printed = capsys.readouterr().out
+    assert "same tokens: yes" in printed
+    assert "Back to 1,000 of 1,024 tokens: refused. layer 1" in printed
