@@ -115,8 +115,8 @@ def test_the_map_in_the_span_is_an_optimum_of_all_dense_maps() -> None:
 def test_stage_1_reads_its_own_prompts_as_their_caches_are_read(
     model: nn.Module, tmp_path: Path
 ) -> None:
-    prompts = [prefill(model, prompt(20 + i, seed=i)) for i in range(5)]
-    compressor, path = Compressor(prompts, 3, 1e-4), tmp_path / "maps.safetensors"
+    prompts = [prefill(model, prompt(18 + i, seed=i)) for i in range(7)]
+    compressor, path = Compressor(prompts, 3, 1e-4, steps=150), tmp_path / "maps.safetensors"
     summaries = compressor(prompts)
     assert compressor.weight.shape == (3, 2, 23 * 16, 3 * 16)  # from the longest prompt's tokens
     for exact, summary in zip(prompts, summaries, strict=True):
