@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,7 @@ NARROW = GPTConfig(vocab_size=50, n_ctx=40, n_layer=3, n_head=2, n_embd=16, head
 # One policy of each kind: every 6 tokens, a window of 4, gates that always fire.
 POLICY_OF_KIND = {}
 for name, kind in POLICIES.items():
-    counts = iter((6, 4))
+    counts = cycle((6, 4))
     conversions = kind.parameters.values()
     POLICY_OF_KIND[name] = kind.create(
         *(-1.0 if convert is float else next(counts) for convert in conversions)

@@ -277,8 +277,8 @@ def test_a_read_without_a_softmax_would_be_a_regression(monkeypatch: pytest.Monk
 @pytest.mark.slow
 def test_a_study_then_a_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole protocol, on a few pairs; then an answer from the library that it has kept."""
-    monkeypatch.setattr(projection, "QUICK_FAMILIES", 4)
-    pairs, out = write_pairs(tmp_path / "pairs.csv", 20), tmp_path / "out"
+    monkeypatch.setattr(projection, "QUICK_FAMILIES", 5)
+    pairs, out = write_pairs(tmp_path / "pairs.csv", 40), tmp_path / "out"
     words = f"--quick --model {ROOT / 'pocket' / 'teacher'} --pairs {pairs} --out {out}"
     ran = start(f"studies.projection {words}")
     assert "A reduced run: figures, and no verdict." in ran.out and "HOLD" not in ran.out

@@ -11,7 +11,7 @@ from torch import Tensor
 from formats.chat import FIXED_FORMS
 from gpt_kv_cache import GPT, KVCache, generate
 from load_gpt2_weights import load_tokenizer
-from overfill import Periodic, RefreshedPair
+from overfill import POLICIES, Periodic, RefreshedPair
 from pocket.evaluation import token_losses
 from studies.core import Rows
 from studies.refreshing import study as refreshing
@@ -183,16 +183,17 @@ def test_a_quick_run_gives_figures_and_no_verdict(
 ) -> None:
     """Of the pocket models, and of two Llamas as the source's are: three query heads for each of
     keys, widths pruned by 45%."""
-    students = {name: refreshing.STUDENTS[name] for name in ("segments", "dropout")}
-    for name, value in {
-        "PROMPT_LENGTH": 48,
-        "MODES": {"sampled": 1.0},
-        "STUDENTS": students,
-    }.items():
-        monkeypatch.setattr(refreshing, name, value)
-    words, ways = "", [*refreshing.USUAL_WAYS, "dropout:8~7.8"]
-    if models != "pocket":
-        ways = [way for way in ways if not way.startswith("dropout")]
+    dropout, words = refreshing.STUDENTS["dropout"], ""
+    ways = ["teacher", "student", "published:8"]
+    ways += [kind.studied[-1] for name, kind in POLICIES.items() if name != "dropout"]
+    monkeypatch.setattr(refreshing, "PROMPT_LENGTH", 48)
+    monkeypatch.setattr(refreshing, "MODES", {"sampled": 1.0})
+    monkeypatch.setattr(refreshing, "USUAL_WAYS", ways)
+    students = {"segments": ("pocket-student", ways), "dropout": dropout}
+    monkeypatch.setattr(refreshing, "STUDENTS", students)
+    if models == "pocket":
+        ways = [*ways, "dropout:8~7.8"]
+    else:
         shape = {"num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1}
         shape |= {"head_dim": 16, "rope_parameters": LLAMA3}
         for name, hidden, inner in (("teacher", 60, 160), ("student", 33, 88)):
