@@ -16,7 +16,14 @@ from formats.checkpoints import open_checkpoint
 from formats.configs import default_class, kind_of, read_config
 from formats.names import NAMES, RANDOM, split_twin
 from formats.products import order_for_decoding
-from formats.tensors import check_sizes, choose_dtype, copy_tensors, drop_head, round_weights
+from formats.tensors import (
+    WithoutDraws,
+    check_sizes,
+    choose_dtype,
+    copy_tensors,
+    drop_head,
+    round_weights,
+)
 from formats.tokenizers import Numbers, Tokenizer, gpt2_tokenizer
 from support.cli import DEVICE, CommandLine
 from support.conditions import GEOMETRIES, SIZES, conditions, is_geometry
@@ -66,7 +73,7 @@ def load_model(
         if dtype == "auto":
             dtype = choose_dtype(tensors, device)
         model_class = model_class or default_class(kind_of(config))
-        with torch.device("meta"):  # shapes and strides without memory
+        with torch.device("meta"), WithoutDraws():  # shapes and strides without memory
             model = order_for_decoding(model_class(config).to(dtype))
         model = copy_tensors(tensors, model, device, name)
     return round_weights(model, bits) if bits else model

@@ -25,6 +25,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import tiktoken
@@ -35,6 +36,7 @@ from tqdm import tqdm
 
 from formats.chat import encode_given_prompt
 from formats.checkpoints import open_checkpoint
+from gpt_bounded_cache import PreallocatedCache
 from gpt_kv_cache import KVCache, check_options, context_start, generate, sample
 from load_gpt2_weights import NAMES
 from pair import Pair, default_student, load_pair, splice_last
@@ -577,7 +579,10 @@ def demo(
         )
     ids = torch.tensor(prompts, device=teacher.wte.weight.device)
     generator = torch.Generator(ids.device).manual_seed(seed)
-    sampled = generate(teacher, ids, new_tokens, temperature=1.0, generator=generator)
+    new_cache = partial(PreallocatedCache, prompt_length + new_tokens)
+    sampled = generate(
+        teacher, ids, new_tokens, cache=new_cache(), temperature=1.0, generator=generator
+    )
     continuation = torch.cat(list(sampled), 1)  # (B, N)
     text = torch.cat([ids, continuation], 1)
     expected = teacher(text)[:, prompt_length:]  # (B, N, V)
@@ -592,14 +597,14 @@ def demo(
         rows.append((divergence, [name, *figures]))
         bar.update()
 
-    speed = tokens_per_second(generate(teacher, ids[:1], new_tokens))
+    speed = tokens_per_second(generate(teacher, ids[:1], new_tokens, cache=new_cache()))
     add_row("teacher", expected, f"{prompt_length} + {new_tokens - 1}", speed)
-    speed = tokens_per_second(generate(student, ids[:1], new_tokens))
+    speed = tokens_per_second(generate(student, ids[:1], new_tokens, cache=new_cache()))
     add_row("student alone", student(text)[:, prompt_length:], "0", speed)
     for name, policy in {"OverFill": Policy(), **policies}.items():
-        pair = RefreshedPair(teacher, student, ids[:1])
+        pair = RefreshedPair(teacher, student, ids[:1], new_cache)
         speed = tokens_per_second(generate_refreshed(pair, new_tokens, policy))
-        all_texts = RefreshedPair(teacher, student, ids)
+        all_texts = RefreshedPair(teacher, student, ids, new_cache)
         logits = torch.stack(list(read_along(all_texts, continuation, policy)), 1)
         add_row(name, logits, f"{prompt_length} + {int(pair.teacher_tokens)}", speed)
     bar.close()

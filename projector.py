@@ -33,7 +33,6 @@ import math
 import os
 import re
 import sys
-import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -65,6 +64,7 @@ from support.geometry import kv_heads, rotary_settings
 from support.regression import ridge
 from support.statistics import kl
 from support.tables import table
+from support.timing import time_call
 
 QUERIES = 64  # of a prompt's last tokens, which are recorded
 STEPS = 200  # of L-BFGS, for each head
@@ -425,15 +425,6 @@ def checksum(description: dict[str, Any], tensors: dict[str, Tensor]) -> int:
     return crc
 
 
-# Fields of a library, and what its file calls them.
-SAVED = {
-    "texts": "texts",
-    "threshold": "threshold",
-    "match_names": "guard",
-    "shared_chars": "skip",
-}
-
-
 @dataclass
 class Library:
     """Stored prompts, with their embeddings and the summary tokens that a similar prompt starts
@@ -512,7 +503,8 @@ class Library:
             "layout": asdict(self.layout),
             "tokens": [*self.encoder.column_of],
         }
-        description |= {key: getattr(self, name) for name, key in SAVED.items()}
+        description |= {"texts": self.texts, "threshold": self.threshold}
+        description |= {"guard": self.match_names, "skip": self.shared_chars}
         description["checksum"] = checksum(description, tensors)
         write_atomically(folder / "library.safetensors", lambda file: save_file(tensors, file))
         write_json(folder / "library.json", description)
@@ -533,10 +525,16 @@ class Library:
                 f"the library in {folder} was made with another model or dtype: name that, or make it again"
             )
         mean, weight = tensors["encoder.mean"], tensors["encoder.weight"]
-        encoder = PairEncoder(tokenizer, description["tokens"], mean, weight)
-        options = {name: description[key] for name, key in SAVED.items()}
-        layout, summaries = Layout(**description["layout"]), tensors["summaries"]
-        return cls(model, layout, encoder, summaries=summaries, **options)
+        return cls(
+            model,
+            Layout(**description["layout"]),
+            PairEncoder(tokenizer, description["tokens"], mean, weight),
+            description["texts"],
+            tensors["summaries"],
+            description["threshold"],
+            description["guard"],
+            description["skip"],
+        )
 
 
 def generate_warm(
@@ -605,12 +603,11 @@ def time_first_tokens(
     first_token: FirstToken, prompts: Sequence[tuple[str, list[int]]]
 ) -> tuple[float, Tensor]:
     """Return the mean milliseconds to the first token of N prompts, and its logits (N, V)."""
-    int(first_token(*prompts[0]).argmax())  # a first pass is slow
-    started = time.perf_counter()
-    logits = [first_token(text, ids) for text, ids in prompts]
-    int(logits[-1].argmax())  # waits for the device
-    milliseconds = 1000 * (time.perf_counter() - started) / len(prompts)
-    return milliseconds, torch.stack(logits).double()
+    first_token(*prompts[0]).cpu()  # a first pass is slow
+    seconds, logits = time_call(
+        lambda: torch.stack([first_token(text, ids) for text, ids in prompts]).cpu()
+    )
+    return 1000 * seconds / len(prompts), logits.double()
 
 
 def first_line(tokens: Iterable[Tensor], tokenizer: tiktoken.Encoding) -> str:
@@ -637,8 +634,8 @@ def answer_question(
     found = stored[index].removeprefix(shared).partition("\n")[0] if index >= 0 else "none"
     print(f"The most similar stored prompt: {found}")
     print(f"Its similarity is {similarity:.2f}; tau is {library.threshold:.2f}.\n")
-    exact, rows = logits_after(model, ids).double(), []
-    prompt = torch.tensor([ids], device=exact.device)
+    prompt = torch.tensor([ids], device=model.wte.weight.device)
+    exact, rows = logits_after(model, ids).double().cpu(), []
     for name, library in [*libraries.items(), ("exactly", None)]:
         tokens = generate(model, prompt, max_new_tokens)
         if library:
@@ -691,8 +688,11 @@ def demo(libraries: Libraries, tokenizer: tiktoken.Encoding) -> None:
         "control: the neighbour's logits": lambda text, _: stored_logits[proposal.nearest(text)[0]],
     }
     questions = reworded_questions({*proposal.texts})
-    similar = [text for text in questions if proposal.nearest(text)[1] >= proposal.threshold]
-    prompts = [(text, tokenizer.encode(text)) for text in similar]
+    prompts = [
+        (text, tokenizer.encode(text))
+        for text in questions
+        if proposal.nearest(text)[1] >= proposal.threshold
+    ]
     timed = {name: time_first_tokens(way, prompts) for name, way in ways.items()}
     cold_milliseconds, exact = next(iter(timed.values()))
     rows = []

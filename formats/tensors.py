@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from formats.configs import kind_of
 from formats.products import is_faster
@@ -133,6 +134,18 @@ def public_parts(model: nn.Module) -> dict[str, Tensor]:
         for tensor, rows in zip(tensors, matrix.split(sizes), strict=True):
             public[f"{prefix}{tensor}.{numbers}"] = rows
     return public
+
+
+class WithoutDraws(TorchFunctionMode):
+    """A with-block in which nn.init.normal_() does nothing. On "meta" there is nothing to draw; all the
+    same, PyTorch would import its compiler for it, which takes a second or two."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), options: Any = None
+    ) -> Any:
+        if function is nn.init.normal_:
+            return options["tensor"]
+        return function(*args, **options or {})
 
 
 def copy_tensors(

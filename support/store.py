@@ -26,10 +26,6 @@ from support.prefix import common_prefix_length
 
 # Seconds to wait for another process that has locked the index, perhaps for good.
 BUSY_SECONDS = 30
-# The most runs that are deleted before other processes get their turn, a slice; and the most slices
-# in one call.
-SLICE = 100
-SLICES = 10
 # The index. With synchronous = OFF a killed process still loses nothing; after a power cut the
 # checksums reveal what was lost. The table runs has these columns:
 # - run, the run's number and its file's name: never used again, and larger than its parent's;
@@ -90,8 +86,7 @@ OLDEST = "SELECT run FROM runs ORDER BY used, run DESC LIMIT 1"
 # The first deletes rows of runs that continue deleted runs; the second forgets a deleted run that
 # no row continues any more.
 DELETE_ORPHANS = """
-DELETE FROM runs WHERE run IN
-    (SELECT runs.run FROM deleted CROSS JOIN runs ON runs.parent = deleted.run LIMIT ?)
+DELETE FROM runs WHERE parent IN (SELECT run FROM deleted)
 """
 DELETE_TRACES = """
 DELETE FROM deleted WHERE run = ? AND NOT EXISTS (SELECT 1 FROM runs WHERE parent = deleted.run)
@@ -141,16 +136,13 @@ class Store:
 
     capacity: the most bytes that this model's files may take, unfinished ones included; the index,
     some 100 bytes a run and 4 bytes a token, isn't counted. The least recently used run that no
-    other run continues is deleted first. Runs are deleted in slices of SLICE, between which other
-    processes get their turn. One put() deletes at most SLICES slices, and then stores as much as
-    fits.
+    other run continues is deleted first; then put() stores as much as fits.
 
     Each model has a folder of its own, named after its fingerprint(): class, configuration,
     parameters and buffers. identity: names what else the keys and values depend on, such as a hook
     that changes them. The model must be in eval() and stay unchanged: model_versions() says which
     changes get() and put() notice, a hook that is added later among them. A store must not be used
-    by several threads at once, nor across a fork. A folder with a store of the kind before this one
-    is refused by ValueError, and left as it is.
+    by several threads at once, nor across a fork.
     """
 
     def __init__(
@@ -222,9 +214,8 @@ class Store:
         self._check_cache(cache, ids)
         self._check_model()
         ids = ids[: len(cache)]
-        for _ in range(SLICES):
-            if not self._make_room(ids):
-                break
+        with self._transaction():  # its own: files are deleted after their rows
+            self._make_room(ids)
         with self._transaction():
             self._delete_files()
             last_run, stored = self._add_missing(ids, cache)
@@ -251,12 +242,8 @@ class Store:
         self._swept = False
         with self._transaction():
             self._index.execute("DELETE FROM runs")
-        files_left = True
-        while files_left:
-            files_left = False
-            with self._transaction():
-                self._delete_files()
-                files_left = self._deleted_count() > 0
+        with self._transaction():
+            self._delete_files()
 
     # Checks.
 
@@ -296,15 +283,9 @@ class Store:
     # The index and its transactions.
 
     def _open_index(self) -> sqlite3.Connection:
-        """Return the folder's index, or one in memory if there is no folder, or it can't be used.
-        Raises ValueError if the folder holds a store of the kind before this one."""
+        """Return the folder's index, or one in memory if there is no folder, or it can't be used."""
         try:
             if self.folder:
-                if [*self.folder.parent.glob("kv-*")]:
-                    raise ValueError(
-                        f"{self.folder.parent} holds caches of an older kind: name another folder, "
-                        "or delete it"
-                    )
                 self.folder.mkdir(parents=True, exist_ok=True)
             place = self.folder / "index.db" if self.folder else ":memory:"
             index = sqlite3.connect(
@@ -352,7 +333,7 @@ class Store:
                 stacklevel=2,
             )
 
-    # Runs. All of these are called within a transaction, except for _make_room(), which begins one.
+    # Runs. All of these are called within a transaction.
 
     def _matching_runs(self, ids: Sequence[int]) -> list[MatchedRun]:
         """Return the stored runs that hold the beginning of ids, in order."""
@@ -393,20 +374,13 @@ class Store:
         self._delete_row(run.number)
         warnings.warn(f"the stored KV cache {run.number} is not used: {why}", stacklevel=2)
 
-    def _make_room(self, ids: Sequence[int]) -> bool:
-        """Delete up to SLICE runs if the part of ids that isn't stored yet doesn't fit. Return
-        whether more have to be deleted."""
-        enough = True
-        with self._transaction():  # its own: files are deleted after their rows
-            self._delete_files()
-            path = self._matching_runs(ids)
-            self._mark_used(path)
-            missing = len(ids) - matched_tokens(path)
-            limit = self.capacity - missing * self._token_bytes
-            self._evict_until(limit)
-            is_empty = self._index.execute(OLDEST).fetchone() is None
-            enough = is_empty or (self.nbytes <= limit and self._deleted_count() <= SLICE)
-        return not enough
+    def _make_room(self, ids: Sequence[int]) -> None:
+        """Delete runs until the part of ids that isn't stored yet fits."""
+        self._delete_files()
+        path = self._matching_runs(ids)
+        self._mark_used(path)
+        missing = len(ids) - matched_tokens(path)
+        self._evict_until(self.capacity - missing * self._token_bytes)
 
     def _add_missing(self, ids: Sequence[int], cache: Any) -> tuple[int, int]:
         """Store the part of ids that isn't stored yet, which `cache` has read, as a new run, as far
@@ -454,10 +428,10 @@ class Store:
 
     def _evict_until(self, limit: float) -> None:
         """Delete the least recently used run that no other run continues, until the files take at
-        most `limit` bytes, or SLICE runs are deleted, or none is left."""
-        for _ in range(SLICE):
+        most `limit` bytes, or none is left."""
+        while self.nbytes > limit:
             oldest = self._index.execute(OLDEST).fetchone()
-            if oldest is None or self.nbytes <= limit:
+            if oldest is None:
                 break
             self._delete_row(*oldest)
 
@@ -466,22 +440,18 @@ class Store:
         it."""
         self._index.execute("DELETE FROM runs WHERE run = ?", (run,))
 
-    def _deleted_count(self) -> int:
-        """Return the number of deleted runs whose file may still exist."""
-        return self._index.execute("SELECT count(*) FROM deleted").fetchone()[0]
-
     def _delete_files(self) -> None:
-        """Delete the files of up to SLICE runs whose rows earlier transactions have deleted, and up
-        to SLICE rows of runs that continue these. Raises sqlite3.Error, before any file is deleted,
-        if other writers aren't kept out: they may be about to add rows for their files."""
+        """Delete the files of runs whose rows earlier transactions have deleted, and the rows of runs
+        that continue these. Raises sqlite3.Error, before any file is deleted, if other writers
+        aren't kept out: they may be about to add rows for their files."""
         # This write fails if the folder has another index by now.
         self._index.execute("PRAGMA user_version = 1")
-        deleted = self._index.execute("SELECT run FROM deleted LIMIT ?", (SLICE,)).fetchall()
+        deleted = self._index.execute("SELECT run FROM deleted").fetchall()
         for (run,) in deleted:
             self._runs_in_memory.pop(run, None)
             if self.folder:
                 self._run_file(run).unlink(missing_ok=True)
-        self._index.execute(DELETE_ORPHANS, (SLICE,))
+        self._index.execute(DELETE_ORPHANS)
         self._index.executemany(DELETE_TRACES, deleted)
         if not self._swept:
             self._sweep()

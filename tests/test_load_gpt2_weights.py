@@ -270,6 +270,7 @@ model = load_model(sys.argv[1], model_class=GPT)
 done.set()
 watcher.join()
 peak = max(peak, anonymous())
+assert "torch._dynamo" not in sys.modules  # a compiler, which takes a second or two to import
 print((peak - before) / sum(parameter.nbytes for parameter in model.parameters()))
 """
 

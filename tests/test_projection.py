@@ -73,8 +73,7 @@ def after_summary(model: nn.Module, exact: Prefill, summary: Tensor, layout: Lay
     return model(torch.tensor([exact.ids[-layout.tail :]]), cache, last_only=True)[0, -1]
 
 
-@pytest.mark.parametrize("true_positions", [True, False])
-@pytest.mark.parametrize("tail", [1, 4])
+@pytest.mark.parametrize(("tail", "true_positions"), [(1, True), (4, False)])
 def test_identity_of_as_many_summary_tokens_as_tokens(
     model: nn.Module, tail: int, true_positions: bool
 ) -> None:
@@ -83,12 +82,11 @@ def test_identity_of_as_many_summary_tokens_as_tokens(
     close(after_summary(model, exact, summary, layout), exact.logits)
 
 
-@pytest.mark.parametrize("m", [1, 3])
-def test_identity_of_one_query_read_from_its_own_summary_tokens(model: nn.Module, m: int) -> None:
+def test_identity_of_one_query_read_from_its_own_summary_tokens(model: nn.Module) -> None:
     """The degenerate optimum: with one query, summary tokens store its attention output. Several
     queries that share a head of keys need as many summary tokens."""
     exact = prefill(model, prompt(40))
-    layout = Layout(max(m, tail_queries(exact).size(2)))
+    layout = Layout(tail_queries(exact).size(2))
     segments = measure_segments(exact, layout)
     stored = summarize(segments, penalty=1e-9)
     close(after_summary(model, exact, stored, layout), exact.logits, 1e-3)
@@ -164,10 +162,9 @@ def test_penalties_are_chosen_by_family_and_have_the_least_error(
     trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grouped: list[list[str]] = []
-    read = trial.stage_1_prompts[:6]
-    fitted, heavy = (Compressor([p.exact for p in read], 3, x, steps=10) for x in (1e-5, 1e5))
-    light_error, heavy_error = (reading_error(c, [p.exact for p in read]) for c in (fitted, heavy))
-    assert 10 * light_error < heavy_error
+    read = [prompt.exact for prompt in trial.stage_1_prompts[:3]]
+    fitted, heavy = (Compressor(read, 3, penalty, steps=10) for penalty in (1e-5, 1e5))
+    assert 10 * reading_error(fitted, read) < reading_error(heavy, read)
 
     def recording(error: object, groups: list[str], *_: object) -> float:
         grouped.append([*groups])
@@ -179,9 +176,8 @@ def test_penalties_are_chosen_by_family_and_have_the_least_error(
     fresh = replace(TRUE_POSITIONS, tail=2)
     trial.segment_map(fresh)
     trial.stage_2(fresh, trial.own_summary)
-    trial.stage_2(
-        replace(fresh, m=4), trial.own_summary
-    )  # whose penalty is that of the proposal's m
+    # Whose penalty is that of the proposal's m:
+    trial.stage_2(replace(fresh, m=4), trial.own_summary)
     trial.stage_1_penalty.__wrapped__()
     families = [p.family for p in trial.train]
     PairEncoder.fit(trial.tokenizer, [p.text for p in trial.train], families)
@@ -208,17 +204,12 @@ def test_pairs_become_families_that_splits_do_not_share(tmp_path: Path) -> None:
     assert len({*texts}) == len(texts) == 60
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"source,target\nx,\n", "empty prompt"),
-        (b"source,target\nx,y\n", "1 families of prompts: 15"),
-    ],
-)
-def test_pairs_that_are_none_are_one_sentence(content: bytes, message: str, tmp_path: Path) -> None:
-    (tmp_path / "bad.csv").write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        read_pairs(tmp_path / "bad.csv", 0)
+def test_pairs_that_are_none_are_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "bad.csv"
+    for target, message in (("", "empty prompt"), ("y", "1 families of prompts: 15")):
+        path.write_text(f"source,target\nx,{target}\n")
+        with pytest.raises(ValueError, match=message):
+            read_pairs(path, 0)
 
 
 # --- Ways and figures -----------------------------------------------------------------------------------
@@ -284,8 +275,9 @@ def test_a_read_without_a_softmax_would_be_a_regression(monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_a_study_then_a_question(tmp_path: Path) -> None:
+def test_a_study_then_a_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole protocol, on a few pairs; then an answer from the library that it has kept."""
+    monkeypatch.setattr(projection, "QUICK_FAMILIES", 5)
     pairs, out = write_pairs(tmp_path / "pairs.csv", 40), tmp_path / "out"
     words = f"--quick --model {ROOT / 'pocket' / 'teacher'} --pairs {pairs} --out {out}"
     ran = start(f"studies.projection {words}")

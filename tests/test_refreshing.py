@@ -11,10 +11,7 @@ from torch import Tensor
 from formats.chat import FIXED_FORMS
 from gpt_kv_cache import GPT, KVCache, generate
 from load_gpt2_weights import load_tokenizer
-from overfill import (
-    Periodic,
-    RefreshedPair,
-)
+from overfill import POLICIES, Periodic, RefreshedPair
 from pocket.evaluation import token_losses
 from studies.core import Rows
 from studies.refreshing import study as refreshing
@@ -181,12 +178,22 @@ def test_the_variational_lens_is_wrong_and_the_right_side_that_we_give_is_right(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("models", ["pocket", "the source's kind"])
-def test_a_quick_run_gives_figures_and_no_verdict(models: str, tmp_path: Path) -> None:
+def test_a_quick_run_gives_figures_and_no_verdict(
+    models: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the pocket models, and of two Llamas as the source's are: three query heads for each of
     keys, widths pruned by 45%."""
-    words, ways = "", [*refreshing.USUAL_WAYS, "dropout:8~7.8"]
-    if models != "pocket":
-        ways = [way for way in ways if not way.startswith("dropout")]
+    dropout, words = refreshing.STUDENTS["dropout"], ""
+    ways = ["teacher", "student", "published:8"]
+    ways += [kind.studied[-1] for name, kind in POLICIES.items() if name != "dropout"]
+    monkeypatch.setattr(refreshing, "PROMPT_LENGTH", 48)
+    monkeypatch.setattr(refreshing, "MODES", {"sampled": 1.0})
+    monkeypatch.setattr(refreshing, "USUAL_WAYS", ways)
+    students = {"segments": ("pocket-student", ways), "dropout": dropout}
+    monkeypatch.setattr(refreshing, "STUDENTS", students)
+    if models == "pocket":
+        ways = [*ways, "dropout:8~7.8"]
+    else:
         shape = {"num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1}
         shape |= {"head_dim": 16, "rope_parameters": LLAMA3}
         for name, hidden, inner in (("teacher", 60, 160), ("student", 33, 88)):
@@ -217,19 +224,11 @@ def test_questions_are_cut_and_stand_in_the_models_own_form(tmp_path: Path) -> N
     assert long.startswith("<|begin_of_text|>" + before) and long.endswith("so?" + after)
 
 
-@pytest.mark.parametrize(
-    ("words", "culprit"),
-    [
-        ("--prompts nothing.csv", "nothing.csv"),
-        ("--prompts {few}", "2 prompts: at least 5"),
-        ("--chat", "--prompts"),
-    ],
-)
-def test_bad_input_gets_one_sentence(words: str, culprit: str, tmp_path: Path) -> None:
+def test_bad_input_gets_one_sentence(tmp_path: Path) -> None:
     few = tmp_path / "few.csv"
     few.write_text("prompt\na\nb\n")
-    words = words.format(few=few)
-    refused(start(f"studies.refreshing {words} --out {tmp_path / 'out'}"), culprit)
+    for words, culprit in ((f"--prompts {few}", "2 prompts: at least 5"), ("--chat", "--prompts")):
+        refused(start(f"studies.refreshing {words} --out {tmp_path / 'out'}"), culprit)
 
 
 def test_simulated_variance_is_silent_where_passes_agree(tmp_path: Path) -> None:
