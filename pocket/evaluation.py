@@ -3,6 +3,7 @@
 import math
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from statistics import fmean, mean
 
 import torch
@@ -146,16 +147,18 @@ def window_of_equal_bytes(config: bounded.BCTConfig) -> int:
 
 
 @torch.inference_mode()
-def divergences(teacher: GPT, student: GPT, tokenizer: Encoding) -> dict[str, float]:
+def divergences(
+    teacher: GPT, student: GPT, tokenizer: Encoding, intervals: Sequence[int] = (64, 16, 4)
+) -> dict[str, float]:
     """Return the mean KL(teacher || student) in nats, on held-out texts after a prompt of 3/8 of
     the context, by what the student reads: its own cache, the teacher's of the prompt, or one that
-    is refreshed after every 64, 16 or 4 tokens."""
+    is refreshed after every so many tokens."""
     n_ctx = student.config.n_ctx
     prompt_end, positions = 3 * n_ctx // 8, torch.arange(n_ctx)
     rows = torch.tensor(held_out_rows(tokenizer, 150, n_ctx)[:24])
     cache, mean_kl = KVCache(), {}
     expected = teacher(rows, cache)
-    strides = {"alone": 0, "teacher's prompt": n_ctx} | {f"every {n}": n for n in (64, 16, 4)}
+    strides = {"alone": 0, "teacher's prompt": n_ctx} | {f"every {n}": n for n in intervals}
     for name, stride in strides.items():
         start = torch.zeros_like(positions)
         if stride:
