@@ -1,7 +1,6 @@
 """The recipe behind pocket/: resumable, and the same under torchrun."""
 
 import hashlib
-import io
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -165,39 +164,23 @@ def test_the_command_trains_what_it_names(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(train, "train", lambda *_: (nn.Linear(1, 1), []))
     monkeypatch.setattr(train, "finish", lambda recipe, *rest: finished.append((recipe, rest[-1])))
     for words, name in [
-        ("teacher", "teacher"),
         ("llama", "llama"),
         ("bct", "bct"),
         ("bct --rule sum", "bct-sum"),
-        ("student", "student"),
         ("student --kind prompt", "student-prompt"),
     ]:
-        train.main([*words.split(), "--out", str(tmp_path)])
+        assert run(train.main, *words.split(), "--out", tmp_path).code == 0
         assert finished.pop() == (RECIPES[name], tmp_path)
     ran = run(train.main, "llama", "--rule", "sum")  # makes no sense
     assert ran.code == 2 and "--rule" in ran.err.splitlines()[-1]
 
 
-def saved_bytes(state: object) -> bytes:
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.getvalue()
-
-
-@pytest.mark.parametrize(
-    "content",
-    [saved_bytes({"losses": [0.5] * 1000})[:-300], saved_bytes({"recipe": Path}), saved_bytes([1])],
-    ids=["cut", "code", "list"],
-)
-def test_a_damaged_state_is_noticed_first(
-    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(corpus, "documents", lambda *_: pytest.fail("the corpus was read"))
-    file = tmp_path / "last.pt"
-    file.write_bytes(content)
+@pytest.mark.parametrize("content", [{"recipe": Path}, [1]], ids=["code", "list"])
+def test_a_damaged_state_is_noticed(content: object, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "last.pt")
     with pytest.raises(ValueError, match="last.pt is damaged"):
         training.train(TINY, tmp_path)
-    assert file.read_bytes() == content and [*tmp_path.iterdir()] == [file]
+    assert [path.name for path in tmp_path.iterdir()] == ["last.pt"]
 
 
 # --- Batches and phases
@@ -310,14 +293,13 @@ def test_a_student_reads_the_teachers_cache_up_to_its_segment(teacher: str) -> N
 @pytest.mark.slow
 def test_answers_agrees_with_greedy_decoding() -> None:
     model, tokenizer = load_model("pocket"), load_tokenizer("pocket")
-    questions = corpus.recall_questions("valid", 20) + corpus.closed_book_questions("valid")[::60]
-    correct_count = 0
-    for question in questions:
+    questions = corpus.recall_questions("valid", 12) + corpus.closed_book_questions("valid")[::60]
+    _, right = evaluation.score_answers(model, tokenizer, questions)
+    for question, is_right in zip(questions, right, strict=True):
         ids = torch.tensor([tokenizer.encode_ordinary(question.prompt)])
-        generated = generate(model, ids, 20, stop_ids=[tokenizer.eot_token])
-        line = tokenizer.decode([t.item() for t in generated]).split("\n")[0]
-        correct_count += line.removesuffix("<|endoftext|>") == f" {question.answer}"
-    assert sum(evaluation.score_answers(model, tokenizer, questions)[1]) == correct_count
+        written = tokenizer.decode([*map(int, generate(model, ids, 20))])
+        line = written.partition("<|endoftext|>")[0].partition("\n")[0]
+        assert is_right == (line == f" {question.answer}")
 
 
 def test_export_writes_what_load_model_reads(tmp_path: Path) -> None:
