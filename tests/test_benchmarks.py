@@ -19,12 +19,13 @@ from tests.helpers import N_CTX, refused, start
 
 CONFIG = GPTConfig(vocab_size=300, n_ctx=64, n_layer=2, n_head=4, n_embd=64)
 TOKEN = 2 * CONFIG.n_layer * CONFIG.n_embd * 4  # bytes of a token's keys and values
-OURS = ("gpt_", "paged", *WITHOUT)  # how the names of what needs no other package begin
-
-
-def of_all_speeds(name: str) -> object:
-    """A name as a test's parameter: slow if it is that of another implementation."""
-    return pytest.param(name, marks=[] if name.startswith(OURS) else pytest.mark.slow)
+SLOTS = {  # slots of caches for CONFIG.n_ctx tokens, if there aren't as many
+    "gpt_baseline.py": 0,
+    "gpt_bounded_cache.py, preallocated": 65,
+    "gpt_bounded_cache.py, constant shapes": 65,
+    "llama_kv_cache.py, preallocated": 65,
+}
+OURS = [name for name in CONTENDERS if name.startswith("gpt_") and contenders.is_exact(name)]
 
 
 @pytest.fixture(scope="module")
@@ -51,28 +52,15 @@ def expected(folder: Path) -> list[list[int]]:
     return torch.cat([*generate(model, prompt(), CONFIG.n_ctx - 11, cache=KVCache())], 1).tolist()
 
 
-CACHED = {  # tokens whose keys and values are held, if not those of the text
-    "gpt_baseline.py": 0,
-    "gpt_bounded_cache.py, preallocated": 65,
-    "gpt_bounded_cache.py, constant shapes": 65,
-    "transformers, StaticCache": 64,
-}
-
-
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "name", [*map(of_all_speeds, filter(contenders.is_exact, CONTENDERS | WITHOUT))]
-)
+@pytest.mark.parametrize("name", [*OURS, *WITHOUT])
 def test_equal_weights_give_equal_tokens_up_to_the_context(
     name: str, folder: Path, expected: list[list[int]]
 ) -> None:
-    if not name.startswith(OURS):
-        pytest.importorskip(name.partition(",")[0].lower())
-    done = measuring.time_contender(
-        (CONTENDERS | WITHOUT)[name](Setup(folder)), prompt(), CONFIG.n_ctx - 12
-    )
+    runner = (CONTENDERS | WITHOUT)[name](Setup(folder))
+    done = measuring.time_contender(runner, prompt(), CONFIG.n_ctx - 12)
     assert done["written"] == expected
-    assert done["cache_bytes"] == 2 * TOKEN * CACHED.get(name, CONFIG.n_ctx)
+    assert done["cache_bytes"] == 2 * TOKEN * SLOTS.get(name, CONFIG.n_ctx)
 
 
 def test_steps_of_constant_shapes_are_the_same_work_and_wait_for_nothing(folder: Path) -> None:
@@ -102,35 +90,26 @@ def test_each_ablation_changes_the_work(folder: Path) -> None:
 @torch.no_grad()
 def test_int8_is_near(folder: Path) -> None:
     expected = load_model(str(folder), model_class=GPT)(prompt(4, 40))
-    error = (
-        contenders.Int8(Setup(folder)).model(prompt(4, 40)) - expected
-    ).norm() / expected.norm()
+    logits = contenders.Int8(Setup(folder)).model(prompt(4, 40))
+    error = (logits - expected).norm() / expected.norm()
     assert 1e-5 < error < 0.1  # quantised, and near; a processor without VNNI has one bit less
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [*map(of_all_speeds, contenders.SERVERS)])
-def test_servers_write_the_same_and_count_their_bytes(name: str, folder: Path) -> None:
-    if "transformers" in name:
-        pytest.importorskip("transformers")
+def test_servers_write_the_same_and_count_their_bytes(folder: Path) -> None:
     prompts, limits = draw_requests(5, CONFIG.vocab_size, CONFIG.n_ctx)
-    found = measuring.measure_server(name, Setup(folder), {5: (prompts, limits)})[5]
-    model = load_model(str(folder), model_class=GPT)
-    for ids, limit, text in zip(prompts, limits, found["written"], strict=True):
-        alone = generate(model, torch.tensor([ids]), limit, cache=KVCache())
-        assert text == [*map(int, alone)]
-    assert found["tokens_per_s"] == sum(limits) / found["seconds"]
+    assert prompts[:2] == draw_requests(2, CONFIG.vocab_size, CONFIG.n_ctx)[0]
+    alone, paged = (
+        measuring.measure_server(name, Setup(folder), {5: (prompts, limits)})[5]
+        for name in (ONE_BY_ONE, PAGED)
+    )
+    assert paged["written"] == alone["written"]
+    assert paged["tokens_per_s"] == sum(limits) / paged["seconds"]
     lengths = [len(ids) + n - 1 for ids, n in zip(prompts, limits, strict=True)]
-    held, wasted = found["held"], found["wasted"]
-    if name == ONE_BY_ONE:
-        assert held == max(lengths) * TOKEN and wasted == 0
-    elif name == PAGED:
-        block = contenders.BLOCK_TOKENS * TOKEN
-        assert held % block == 0 and 0 <= wasted < 5 * block
-        assert held - wasted <= sum(lengths) * TOKEN
-    elif "padded" in name:
-        longest = max(map(len, prompts)) + max(limits) - 1
-        assert held == 5 * longest * TOKEN and wasted == held - sum(lengths) * TOKEN
+    assert alone["held"] == max(lengths) * TOKEN and alone["wasted"] == 0
+    block = contenders.BLOCK_TOKENS * TOKEN
+    assert paged["held"] % block == 0 and 0 <= paged["wasted"] < 5 * block
+    assert paged["held"] - paged["wasted"] <= sum(lengths) * TOKEN
 
 
 # --- Turns and rows ---------------------------------------------------------------------------------
@@ -188,7 +167,7 @@ def ran(
     pytest.importorskip("transformers")
     monkeypatch.setattr(measuring, "in_own_process", lambda _, call, *given: call(*given))
     monkeypatch.setattr(measuring, "machine_limits", machine_limits)
-    config = LlamaConfig(vocab_size=97, n_ctx=40, n_layer=2, n_head=4, n_embd=48, n_kv_head=2)
+    config = LlamaConfig(vocab_size=97, n_ctx=64, n_layer=2, n_head=4, n_embd=48, n_kv_head=2)
     export(Llama(config), tmp_path)
 
     def run(words: str) -> str:
@@ -202,28 +181,29 @@ def ran(
 def test_models_threads_and_texts_take_turns_and_write_the_same(
     ran: Callable[[str], str], folder: Path, tmp_path: Path
 ) -> None:
-    assert "1 thread:" in ran(f"--model FOLDER {tmp_path} --threads 1 --lengths 9 5 --turns 1")
+    assert "1 thread:" in ran(f"--model FOLDER {tmp_path} --threads 1 --lengths 48 5 --turns 1")
     path = tmp_path / "speed.jsonl"
     before = read_rows(path)
-    for model, names in ((folder, CONTENDERS), (tmp_path, LLAMAS)):
+    llama_token = 2 * 2 * 2 * 12 * 4  # keys and values, layers, heads of keys, their size, bytes
+    for model, names, token in (
+        (folder, CONTENDERS, TOKEN),
+        (tmp_path, LLAMAS, llama_token),
+    ):
         rows = having(before, model=str(model))
         assert {row["name"] for row in rows} == {*names, "floor"}
         absent = [row["name"] for row in rows if "absent" in row]
         assert all(name.startswith(("llama.cpp", "CTranslate2")) for name in absent)
         assert not any(map(measuring.writes_other_tokens, rows))
         cells = {(row["texts"], row["tokens"]) for row in rows if "texts" in row}
-        assert cells == {(1, 5), (1, 9), (8, 5)}
-    rows = having(before, tokens=9, model=str(tmp_path))
-    sizes = {row["name"]: row.get("cache_bytes") for row in rows}
-    layers, key_heads, head_dim = 2, 2, 12
-    expected = (9 + 16) * 2 * layers * key_heads * head_dim * 4
-    assert sizes[LLAMA] == sizes["transformers, DynamicCache"] == expected
-    assert sizes.get("llama.cpp, F32") in (None, expected)
-    words = f"--model {tmp_path} --threads 1 2 --lengths 9 --turns 2 --only {LLAMA}"
+        assert cells == {(1, 5), (1, 48), (8, 5)}
+        for row in having(rows, tokens=48, same_tokens=True):
+            if contenders.is_exact(name := row["name"]):
+                assert row["cache_bytes"] == token * SLOTS.get(name, 48 + 16), name
+    words = f"--model {tmp_path} --threads 1 2 --lengths 48 --turns 2 --only {LLAMA}"
     assert "tokens/s, 2 threads, 8 texts" in ran(words)
     rows = having(read_rows(path), name=LLAMA)
     turns = {(row["threads"], row["texts"], row["tokens"]): row["turns"] for row in rows}
-    fresh = {(threads, texts, 9): 2 for threads in (1, 2) for texts in (1, 8)}
+    fresh = {(threads, texts, 48): 2 for threads in (1, 2) for texts in (1, 8)}
     assert turns == {(1, 1, 5): 1, (1, 8, 5): 1} | fresh
     assert {len(row["times_as_fast"]["first_ms"]) for row in rows} == {1, 2}
 
@@ -241,7 +221,10 @@ def test_ablations_and_requests_by_command(ran: Callable[[str], str], tmp_path: 
     prompts, limits = draw_requests(3, CONFIG.vocab_size, CONFIG.n_ctx)
     assert bound["prompts"] == [*map(len, prompts)] and bound["new"] == limits
     assert bound["seconds"] > bound["step_ms"] / 1e3 * (max(limits) - 1)
-    assert having(rows, name=PAGED, texts=3)[0]["of_bound"] < 1
+    (padded,) = having(rows, name="transformers, padded generate", texts=3)
+    assert padded["held"] == 3 * (max(bound["prompts"]) + max(limits) - 1) * TOKEN
+    assert padded["wasted"] == padded["held"] - (sum(bound["prompts"]) + sum(limits) - 3) * TOKEN
+    assert padded["of_bound"] < 1
 
 
 @pytest.mark.parametrize(
