@@ -116,24 +116,24 @@ def test_servers_write_the_same_and_count_their_bytes(folder: Path) -> None:
 
 
 def test_figures_are_medians_ratios_of_the_same_turn_and_limits() -> None:
-    def row_of(name: str, step: float, token: int) -> dict:
-        """Its turns are those of a machine that is now fast, now slow."""
-        turns = [
+    def turns(step: float, token: int) -> list[dict]:
+        """Those of a machine that is now fast, now slow."""
+        return [
             {"tokens_per_s": 2e3 / ms, "first_ms": 2 * ms, "waited": 0.3, "written": [[1], [token]]}
             for ms in (step, 3 * step, 2 * step)
         ]
-        base.extend(turns * (not base))
-        return {"name": name, "threads": 1} | measuring.figures_of_turns(turns, base)
 
-    base = []
-    ours, other = row_of(BASE, 100, 2), row_of("x", 150, 3)
+    base = turns(100, 2)
+    limits = [{"tokens_per_s": 40, "gb_per_s": speed} for speed in (10, 10, 10.2)]
+    rows = [
+        {"name": name, "threads": 1} | measuring.figures_of_turns(own_turns, base)
+        for name, own_turns in {BASE: base, "x": turns(150, 3), "floor": limits}.items()
+    ]
+    ours, other, floor = measuring.compare_with_limits(rows)
     assert ours["tokens_per_s"] == 10 and other["first_ms"] == 600
     for figure in ("tokens_per_s", "first_ms"):
         assert other["times_as_fast"][figure] == pytest.approx([100 / 150] * 3)
     assert not measuring.writes_other_tokens(ours) and measuring.writes_other_tokens(other)
-    limits = [{"tokens_per_s": 40, "gb_per_s": speed} for speed in (10, 10, 10.2)]
-    floor = {"name": "floor", "threads": 1} | measuring.figures_of_turns(limits, base)
-    *_, floor = measuring.compare_with_limits([ours, other, floor])
     assert floor["bandwidth_change"] == pytest.approx(0.02)
     assert floor["waited"] == pytest.approx(0.3) and measuring.is_disturbed(floor)
     assert not measuring.is_disturbed(floor | {"threads": 2})  # which wait for each other

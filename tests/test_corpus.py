@@ -66,8 +66,6 @@ def test_recall_answers_stand_in_their_prompts() -> None:
         assert 300 <= len(q.prompt) <= 1350 and question.endswith("\nAnswer:")
         assert q.answer.lower() in text.lower() and q.answer.lower() not in question.lower(), q
         first = questions[i - i % 3]  # of three wordings
-        assert first.prompt.startswith(text) and (q.family, q.answer) == (
-            first.family,
-            first.answer,
-        )
+        assert first.prompt.startswith(text)
+        assert (q.family, q.answer) == (first.family, first.answer)
     assert len({q.prompt for q in questions}) == 300
