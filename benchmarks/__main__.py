@@ -98,8 +98,9 @@ def jobs_of(args: argparse.Namespace, setup: Setup, model: nn.Module) -> dict[st
 
 
 def main(argv: list[str] | None = None) -> None:
-    cli = CommandLine(__doc__, example="python3 -m benchmarks --quick")
-    cli.prog = "python3 -m benchmarks"
+    cli = CommandLine(
+        __doc__, example="python3 -m benchmarks --quick", prog="python3 -m benchmarks"
+    )
     cli.add_argument(
         "--model",
         nargs="+",
@@ -160,7 +161,7 @@ def main(argv: list[str] | None = None) -> None:
     with cli.parse(argv) as args:
         if args.on == "cuda" and not torch.cuda.is_available():
             raise ValueError("--on cuda: PyTorch finds none; try --on cpu")
-        args.task, models, threads = "speed", MODELS, (1, 2)
+        args.task, models, threads = "speed", MODELS, THREADS
         if args.ablate:
             args.task = "ablation"
         if args.requests is not None:

@@ -27,7 +27,7 @@ from benchmarks.llama_cpp import LlamaCpp
 from demos.serving import ServingRecord, one_at_a_time, pad_prompts, padded_result
 from formats.products import order_for_decoding
 from gpt_bounded_cache import PreallocatedCache, SlidingWindowCache
-from gpt_kv_cache import GPT
+from gpt_kv_cache import GPT, KVCache
 from load_gpt2_weights import load_model
 from paged import PagedCache, Server
 from support.files import read_json
@@ -64,7 +64,7 @@ class Ours:
         folder = str(setup.folder)
         self.model = load_model(folder, model_class=model_class, device=setup.device, dtype=dtype)
         self.module, self.new_cache = module, new_cache
-        self.cache = gpt_kv_cache.KVCache()  # gpt_baseline.py takes none
+        self.cache = KVCache()  # gpt_baseline.py takes none
 
     def start(self, ids: Tensor) -> Iterator[Tensor]:
         model = self.model
@@ -182,45 +182,41 @@ def captured(step: Callable[[], None], state: list[Tensor]) -> Callable[[], None
     return graph.replay
 
 
-# --- gpt_kv_cache.py without its choices: each function undoes one of a model's -------------------
+# --- gpt_kv_cache.py without its choices: each function undoes one -------------------------------
 
 
-def compute_all_logits(model: GPT) -> None:
-    forward = model.forward
-    model.forward = lambda ids, cache=None, last_only=False: forward(ids, cache)
+def compute_all_logits(runner: Ours) -> None:
+    forward = runner.model.forward
+    runner.model.forward = lambda ids, cache=None, last_only=False: forward(ids, cache)
 
 
-def explicit_mask(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the mask (T, S), also where None stands for it."""
-    if mask is not None:
-        return mask
-    T, S = q.size(2), k.size(2)
-    return torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+class MaskingCache(KVCache):
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a mask (T, S) also where KVCache returns None."""
+        k, v, _ = super().append(layer, k, v, pos)
+        return k, v, torch.arange(k.size(2), device=k.device) <= pos[:, None]
 
 
-def write_softmax_out(model: GPT) -> None:
-    def attend(self: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        scores = q @ k.mT / q.size(-1) ** 0.5
-        scores = scores.masked_fill(~explicit_mask(q, k, mask), float("-inf"))
+def mask_every_pass(runner: Ours) -> None:
+    runner.new_cache = lambda n_ctx: MaskingCache()
+
+
+def write_softmax_out(runner: Ours) -> None:
+    def attend(self: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        scores = (q @ k.mT / q.size(-1) ** 0.5).masked_fill(~mask, float("-inf"))
         return self.c_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
-    for block in model.h:
+    mask_every_pass(runner)
+    for block in runner.model.h:
         block.attn.forward = partial(attend, block.attn)
 
 
-def always_mask(model: GPT) -> None:
-    def with_mask(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        q, k, v, mask = args
-        return q, k, v, explicit_mask(q, k, mask)
-
-    for block in model.h:
-        block.attn.register_forward_pre_hook(with_mask)
-
-
-def ablated(setup: Setup, undo: Callable[[GPT], None]) -> Ours:
+def ablated(setup: Setup, undo: Callable[[Ours], None]) -> Ours:
     """Return gpt_kv_cache.py without one of its choices."""
     runner = Ours(setup)
-    undo(runner.model)
+    undo(runner)
     return runner
 
 
@@ -409,7 +405,7 @@ LLAMAS = {
 WITHOUT = {
     "logits of all positions": partial(ablated, undo=compute_all_logits),
     "softmax(q k) v written out": partial(ablated, undo=write_softmax_out),
-    "a mask in every pass, instead of is_causal": partial(ablated, undo=always_mask),
+    "a mask in every pass, instead of is_causal": partial(ablated, undo=mask_every_pass),
 }
 ONE_BY_ONE, PAGED = "gpt_kv_cache.py, one at a time", "paged.py"
 SERVERS = {  # how the model is made, and what serves requests with it

@@ -91,58 +91,51 @@ class LlamaCpp:
         self.model = llama_cpp.llama_model_load_from_file(bytes(file), options)
         if not self.model:
             raise ValueError("llama.cpp can't read the file")
-        self.cache_type = llama_cpp.GGML_TYPE_F32 if kind == "F32" else llama_cpp.GGML_TYPE_F16
+        self.is_float32 = kind == "F32"
         self.context = None
 
     def start(self, ids: Tensor) -> Iterator[Tensor]:
         """Return the greedy tokens (B, 1) after ids (B, T), one after another, with a new cache. Raises ValueError if
         there is no memory for it."""
+        library = self.library
         if self.context:
-            self.library.llama_free(self.context)
-        options = self.library.llama_context_default_params()
+            library.llama_free(self.context)
+        options = library.llama_context_default_params()
         options.n_ctx = len(ids) * self.config.max_position_embeddings
         options.n_seq_max = len(ids)
         options.n_batch = ids.numel()
         options.n_threads = options.n_threads_batch = torch.get_num_threads()
-        options.type_k = options.type_v = self.cache_type
-        self.context = self.library.llama_init_from_model(self.model, options)
+        if self.is_float32:
+            options.type_k = options.type_v = library.GGML_TYPE_F32
+        self.context = library.llama_init_from_model(self.model, options)
         if not self.context:
             raise ValueError("llama.cpp can't make a context")
         return self.tokens(ids)
 
     def tokens(self, ids: Tensor) -> Iterator[Tensor]:
         """Yield the greedy tokens (B, 1) after ids (B, T), without end."""
-        B, config = len(ids), self.config
-        head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
-        numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
-        n_read = 0
+        config, n_read = self.config, 0
+        numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         while True:
             logits = self.decode(ids, n_read)
             n_read += ids.size(1)
-            element = 4 if self.cache_type == self.library.GGML_TYPE_F32 else 2
-            self.nbytes = B * n_read * numbers * element
+            self.nbytes = len(ids) * n_read * numbers * (4 if self.is_float32 else 2)
             ids = torch.from_numpy(logits.argmax(-1, keepdims=True))
             yield ids
 
     def decode(self, ids: Tensor, start: int) -> np.ndarray:
         """Return the logits (B, V) of the last column of ids (B, T), of texts that begin with `start` tokens."""
-        B, T = ids.shape
-        batch = self.library.llama_batch_init(B * T, 0, 1)
+        library, (B, T) = self.library, ids.shape
+        batch = library.llama_batch_init(B * T, 0, 1)
         batch.n_tokens = B * T
         for i, token in enumerate(ids.flatten().tolist()):
             row, column = divmod(i, T)
             batch.token[i], batch.pos[i] = token, start + column
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, row
             batch.logits[i] = column == T - 1
-        status = self.library.llama_decode(self.context, batch)
-        self.library.llama_batch_free(batch)
+        status = library.llama_decode(self.context, batch)
+        library.llama_batch_free(batch)
         if status:
             raise ValueError(f"llama.cpp can't decode {B} x {T} tokens: it returns {status}")
-        last = [
-            np.ctypeslib.as_array(
-                self.library.llama_get_logits_ith(self.context, row * T + T - 1),
-                (self.config.vocab_size,),
-            )
-            for row in range(B)
-        ]
-        return np.stack(last)
+        last = [library.llama_get_logits_ith(self.context, i) for i in range(T - 1, B * T, T)]
+        return np.stack([np.ctypeslib.as_array(row, (self.config.vocab_size,)) for row in last])

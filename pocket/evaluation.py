@@ -145,18 +145,27 @@ def window_of_equal_bytes(config: bounded.BCTConfig) -> int:
     return math.ceil((M * slot_size + recent_size) / (2 * D))
 
 
+REFRESHES = {  # what a student reads, and after how many tokens it is refreshed; 0: never a teacher's token
+    "alone": 0,
+    "teacher's prompt": 1 << 20,
+    "every 64": 64,
+    "every 16": 16,
+    "every 4": 4,
+}
+
+
 @torch.inference_mode()
-def divergences(teacher: GPT, student: GPT, tokenizer: Encoding) -> dict[str, float]:
+def divergences(
+    teacher: GPT, student: GPT, tokenizer: Encoding, refreshes: dict[str, int] = REFRESHES
+) -> dict[str, float]:
     """Return the mean KL(teacher || student) in nats, on held-out texts after a prompt of 3/8 of
-    the context, by what the student reads: its own cache, the teacher's of the prompt, or one that
-    is refreshed after every 64, 16 or 4 tokens."""
+    the context, by what the student reads."""
     n_ctx = student.config.n_ctx
     prompt_end, positions = 3 * n_ctx // 8, torch.arange(n_ctx)
     rows = torch.tensor(held_out_rows(tokenizer, 150, n_ctx)[:24])
     cache, mean_kl = KVCache(), {}
     expected = teacher(rows, cache)
-    strides = {"alone": 0, "teacher's prompt": n_ctx} | {f"every {n}": n for n in (64, 16, 4)}
-    for name, stride in strides.items():
+    for name, stride in refreshes.items():
         start = torch.zeros_like(positions)
         if stride:
             refreshed_at = prompt_end + (positions - prompt_end) // stride * stride

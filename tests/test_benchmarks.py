@@ -1,6 +1,7 @@
 """`python -m benchmarks`: equal weights give equal tokens in all implementations, and figures are what they say."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -8,20 +9,8 @@ import torch
 
 import benchmarks.__main__ as bench
 from benchmarks import contenders, measuring
-from benchmarks.contenders import (
-    BASE,
-    BLOCK_TOKENS,
-    CONTENDERS,
-    LLAMA,
-    LLAMAS,
-    ONE_BY_ONE,
-    PAGED,
-    SERVERS,
-    Int8,
-    Setup,
-    is_exact,
-)
-from benchmarks.measuring import draw_requests, having, measure_server, read_rows, time_contender
+from benchmarks.contenders import BASE, CONTENDERS, LLAMA, LLAMAS, ONE_BY_ONE, PAGED, WITHOUT, Setup
+from benchmarks.measuring import draw_requests, having, read_rows
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from llama_kv_cache import Llama, LlamaConfig
 from load_gpt2_weights import load_model
@@ -30,11 +19,13 @@ from tests.helpers import N_CTX, refused, start
 
 CONFIG = GPTConfig(vocab_size=300, n_ctx=64, n_layer=2, n_head=4, n_embd=64)
 TOKEN = 2 * CONFIG.n_layer * CONFIG.n_embd * 4  # bytes of a token's keys and values
-
-
-def of_all_speeds(name: str) -> object:
-    """A name as a test's parameter: slow if it is that of another implementation."""
-    return pytest.param(name, marks=[pytest.mark.slow] * (not name.startswith(("gpt_", "paged"))))
+SLOTS = {  # slots of caches for CONFIG.n_ctx tokens, if there aren't as many
+    "gpt_baseline.py": 0,
+    "gpt_bounded_cache.py, preallocated": 65,
+    "gpt_bounded_cache.py, constant shapes": 65,
+    "llama_kv_cache.py, preallocated": 65,
+}
+OURS = [name for name in CONTENDERS if name.startswith("gpt_") and contenders.is_exact(name)]
 
 
 @pytest.fixture(scope="module")
@@ -53,24 +44,23 @@ def prompt(B: int = 2, T: int = 12) -> torch.Tensor:
     return torch.randint(300, (B, T), generator=torch.Generator().manual_seed(0))
 
 
-CACHED = {  # tokens whose keys and values are held, if not those of the text
-    "gpt_baseline.py": 0,
-    "gpt_bounded_cache.py, preallocated": 65,
-    "gpt_bounded_cache.py, constant shapes": 65,
-    "transformers, StaticCache": 64,
-}
+@pytest.fixture(scope="module")
+@torch.no_grad()
+def expected(folder: Path) -> list[list[int]]:
+    """What all write after prompt(), up to the end of the context."""
+    model = load_model(str(folder), model_class=GPT)
+    return torch.cat([*generate(model, prompt(), CONFIG.n_ctx - 11, cache=KVCache())], 1).tolist()
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [*map(of_all_speeds, filter(is_exact, CONTENDERS))])
-def test_equal_weights_give_equal_tokens_up_to_the_context(name: str, folder: Path) -> None:
-    if not name.startswith("gpt_"):
-        pytest.importorskip(name.partition(",")[0].lower())
-    model, n_new = load_model(str(folder), model_class=GPT), CONFIG.n_ctx - 12
-    done = time_contender(CONTENDERS[name](Setup(folder)), prompt(), n_new)
-    expected = torch.cat([*generate(model, prompt(), n_new + 1, cache=KVCache())], 1)
-    assert done["written"] == expected.tolist()
-    assert done["cache_bytes"] == 2 * TOKEN * CACHED.get(name, CONFIG.n_ctx)
+@pytest.mark.parametrize("name", [*OURS, *WITHOUT])
+def test_equal_weights_give_equal_tokens_up_to_the_context(
+    name: str, folder: Path, expected: list[list[int]]
+) -> None:
+    runner = (CONTENDERS | WITHOUT)[name](Setup(folder))
+    done = measuring.time_contender(runner, prompt(), CONFIG.n_ctx - 12)
+    assert done["written"] == expected
+    assert done["cache_bytes"] == 2 * TOKEN * SLOTS.get(name, CONFIG.n_ctx)
 
 
 def test_steps_of_constant_shapes_are_the_same_work_and_wait_for_nothing(folder: Path) -> None:
@@ -89,44 +79,37 @@ def work(call: Callable[[], object]) -> list[str]:
     return [f"{event.name} {event.input_shapes}" for event in profile.events()]
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("name", contenders.WITHOUT)
-def test_an_ablation_changes_the_work_and_no_result(name: str, folder: Path) -> None:
-    models = [make(Setup(folder)).model for make in (contenders.Ours, contenders.WITHOUT[name])]
-    torch.testing.assert_close(*(model(prompt()) for model in models), rtol=1e-4, atol=1e-4)
-    before, after = (work(lambda m=m: m(prompt(1), KVCache(), last_only=True)) for m in models)
-    assert before != after
+def test_each_ablation_changes_the_work(folder: Path) -> None:
+    works = set()
+    for make in (contenders.Ours, *WITHOUT.values()):
+        tokens = make(Setup(folder)).start(prompt())
+        works.add("\n".join(work(lambda tokens=tokens: next(tokens))))
+    assert len(works) == 1 + len(WITHOUT)
 
 
 @torch.no_grad()
 def test_int8_is_near(folder: Path) -> None:
     expected = load_model(str(folder), model_class=GPT)(prompt(4, 40))
-    error = (Int8(Setup(folder)).model(prompt(4, 40)) - expected).norm() / expected.norm()
+    logits = contenders.Int8(Setup(folder)).model(prompt(4, 40))
+    error = (logits - expected).norm() / expected.norm()
     assert 1e-5 < error < 0.1  # quantised, and near; a processor without VNNI has one bit less
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [*map(of_all_speeds, SERVERS)])
-def test_servers_write_the_same_and_count_their_bytes(name: str, folder: Path) -> None:
-    if "transformers" in name:
-        pytest.importorskip("transformers")
+def test_servers_write_the_same_and_count_their_bytes(folder: Path) -> None:
     prompts, limits = draw_requests(5, CONFIG.vocab_size, CONFIG.n_ctx)
     assert prompts[:2] == draw_requests(2, CONFIG.vocab_size, CONFIG.n_ctx)[0]
-    expected, found = (
-        measure_server(way, Setup(folder), {5: (prompts, limits)})[5] for way in (ONE_BY_ONE, name)
+    alone, paged = (
+        measuring.measure_server(name, Setup(folder), {5: (prompts, limits)})[5]
+        for name in (ONE_BY_ONE, PAGED)
     )
-    assert found["written"] == expected["written"] and [*map(len, found["written"])] == limits
-    assert found["tokens_per_s"] == sum(limits) / found["seconds"]
+    assert paged["written"] == alone["written"]
+    assert paged["tokens_per_s"] == sum(limits) / paged["seconds"]
     lengths = [len(ids) + n - 1 for ids, n in zip(prompts, limits, strict=True)]
-    held, wasted = found["held"], found["wasted"]
-    if name == ONE_BY_ONE:
-        assert held == max(lengths) * TOKEN and wasted == 0
-    elif name == PAGED:
-        assert held % (BLOCK_TOKENS * TOKEN) == 0 and 0 <= wasted < 5 * BLOCK_TOKENS * TOKEN
-        assert held - wasted <= sum(lengths) * TOKEN
-    elif "padded" in name:
-        longest = max(map(len, prompts)) + max(limits) - 1
-        assert held == 5 * longest * TOKEN and wasted == held - sum(lengths) * TOKEN
+    assert alone["held"] == max(lengths) * TOKEN and alone["wasted"] == 0
+    block = contenders.BLOCK_TOKENS * TOKEN
+    assert paged["held"] % block == 0 and 0 <= paged["wasted"] < 5 * block
+    assert paged["held"] - paged["wasted"] <= sum(lengths) * TOKEN
 
 
 # --- Turns and rows ---------------------------------------------------------------------------------
@@ -134,40 +117,46 @@ def test_servers_write_the_same_and_count_their_bytes(name: str, folder: Path) -
 
 def test_figures_are_medians_ratios_of_the_same_turn_and_limits() -> None:
     def turns(step: float, token: int) -> list[dict]:
-        slow = (1.0, 3.0, 2.0)  # the machine in three turns
-        rows = [{"tokens_per_s": 2e3 / (step * s), "first_ms": 2 * step * s} for s in slow]
-        return [row | {"waited": 0.3, "written": [[1, 1], [1, token]]} for row in rows]
+        """Those of a machine that is now fast, now slow."""
+        return [
+            {"tokens_per_s": 2e3 / ms, "first_ms": 2 * ms, "waited": 0.3, "written": [[1], [token]]}
+            for ms in (step, 3 * step, 2 * step)
+        ]
 
     base = turns(100, 2)
-    ours, other = (measuring.figures_of_turns(own, base) for own in (base, turns(150, 3)))
-    assert ours["tokens_per_s"] == 10 and ours["times_as_fast"]["tokens_per_s"] == [1, 1, 1]
-    assert other["times_as_fast"]["tokens_per_s"] == pytest.approx([100 / 150] * 3)
-    assert other["times_as_fast"]["first_ms"] == pytest.approx([100 / 150] * 3)
-    assert other["first_ms"] == 600 and ours["same_tokens"] and not other["same_tokens"]
     limits = [{"tokens_per_s": 40, "gb_per_s": speed} for speed in (10, 10, 10.2)]
-    rows = [ours, other, measuring.figures_of_turns(limits, base)]
-    rows = [{"name": n, "threads": 1} | r for n, r in zip((BASE, "x", "floor"), rows, strict=True)]
-    _, other, floor = measuring.compare_with_limits(rows)
-    assert measuring.writes_other_tokens(other) and "times_as_fast" not in floor
-    assert floor["gb_per_s"] == 10 and floor["bandwidth_change"] == pytest.approx(0.02)
+    rows = [
+        {"name": name, "threads": 1} | measuring.figures_of_turns(own_turns, base)
+        for name, own_turns in {BASE: base, "x": turns(150, 3), "floor": limits}.items()
+    ]
+    ours, other, floor = measuring.compare_with_limits(rows)
+    assert ours["tokens_per_s"] == 10 and other["first_ms"] == 600
+    for figure in ("tokens_per_s", "first_ms"):
+        assert other["times_as_fast"][figure] == pytest.approx([100 / 150] * 3)
+    assert not measuring.writes_other_tokens(ours) and measuring.writes_other_tokens(other)
+    assert floor["bandwidth_change"] == pytest.approx(0.02)
     assert floor["waited"] == pytest.approx(0.3) and measuring.is_disturbed(floor)
-    assert not measuring.is_disturbed(floor | {"waited": 0.0})
     assert not measuring.is_disturbed(floor | {"threads": 2})  # which wait for each other
+    assert not measuring.is_disturbed(floor | {"waited": 0.0})
     assert measuring.is_disturbed(floor | {"waited": 0.0, "bandwidth_change": 0.5})
 
 
-def fails_next_time(path: Path) -> dict:
-    path.write_text(path.read_text() + "." if path.exists() else ".")
-    return {"cell": {"tokens_per_s": 1.0, "written": [], "runs": [0][len(path.read_text()) - 1]}}
+def fails(path: Path) -> None:
+    with path.open("a") as file:
+        file.write(".")
+    raise IndexError
 
 
 @pytest.mark.slow
 def test_a_job_that_fails_is_left_out_and_said(tmp_path: Path) -> None:
-    jobs = {"bad": (fails_next_time, tmp_path / "runs")}
-    (row,) = measuring.run_in_turns(jobs, [1], 3, needed=[])
-    assert row["absent"].startswith("IndexError") and (tmp_path / "runs").read_text() == ".."
+    jobs = {"bad": (fails, tmp_path / "runs")}
+    (row,) = measuring.run_in_turns(jobs, [1], 2, needed=[])
+    assert row["absent"].startswith("IndexError") and (tmp_path / "runs").read_text() == "."
     with pytest.raises(ValueError, match="bad failed: IndexError"):
         measuring.run_in_turns(jobs, [1], 1, needed=["bad"])
+
+
+machine_limits = cache(measuring.machine_limits)  # which takes seconds
 
 
 @pytest.fixture
@@ -177,7 +166,8 @@ def ran(
     """A run of the command in one process, with records in tmp_path, which holds a Llama; what it prints."""
     pytest.importorskip("transformers")
     monkeypatch.setattr(measuring, "in_own_process", lambda _, call, *given: call(*given))
-    config = LlamaConfig(vocab_size=97, n_ctx=40, n_layer=2, n_head=4, n_embd=48, n_kv_head=2)
+    monkeypatch.setattr(measuring, "machine_limits", machine_limits)
+    config = LlamaConfig(vocab_size=97, n_ctx=64, n_layer=2, n_head=4, n_embd=48, n_kv_head=2)
     export(Llama(config), tmp_path)
 
     def run(words: str) -> str:
@@ -191,45 +181,50 @@ def ran(
 def test_models_threads_and_texts_take_turns_and_write_the_same(
     ran: Callable[[str], str], folder: Path, tmp_path: Path
 ) -> None:
-    words = f"--model FOLDER {tmp_path} --threads 1 2 --lengths 9 5 --turns 2"
-    printed = ran(words)
-    assert "1 thread, 1 text" in printed and "2 threads, 8 texts" in printed
-    before = read_rows(tmp_path / "speed.jsonl")
-    for model, names in ((folder, CONTENDERS), (tmp_path, LLAMAS)):
+    assert "1 thread:" in ran(f"--model FOLDER {tmp_path} --threads 1 --lengths 48 5 --turns 1")
+    path = tmp_path / "speed.jsonl"
+    before = read_rows(path)
+    llama_token = 2 * 2 * 2 * 12 * 4  # keys and values, layers, heads of keys, their size, bytes
+    for model, names, token in (
+        (folder, CONTENDERS, TOKEN),
+        (tmp_path, LLAMAS, llama_token),
+    ):
         rows = having(before, model=str(model))
         assert {row["name"] for row in rows} == {*names, "floor"}
         absent = [row["name"] for row in rows if "absent" in row]
         assert all(name.startswith(("llama.cpp", "CTranslate2")) for name in absent)
         assert not any(map(measuring.writes_other_tokens, rows))
-        cells = {(row["threads"], row["texts"], row["tokens"]) for row in rows if "texts" in row}
-        assert cells == {(t, B, T) for t in (1, 2) for B, T in ((1, 5), (1, 9), (8, 5))}
-        ratios = [row["times_as_fast"]["first_ms"] for row in rows if "same_tokens" in row]
-        assert {*map(len, ratios)} == {2}
-    token = 2 * 2 * 2 * 12 * 4  # keys and values, layers, heads of keys, their size, bytes
-    rows = having(before, tokens=9, model=str(tmp_path), threads=1)
-    sizes = {row["name"]: row.get("cache_bytes") for row in rows}
-    assert sizes[LLAMA] == sizes["transformers, DynamicCache"] == (9 + 16) * token
-    assert sizes["llama_kv_cache.py, preallocated"] == 41 * token
-    ran(f"--model {tmp_path} --threads 1 --lengths 9 5 --turns 1 --only {LLAMA}")
-    after = read_rows(tmp_path / "speed.jsonl")
-    assert len(after) == len(before) and {row["turns"] for row in after} == {1, 2}
+        cells = {(row["texts"], row["tokens"]) for row in rows if "texts" in row}
+        assert cells == {(1, 5), (1, 48), (8, 5)}
+        for row in having(rows, tokens=48, same_tokens=True):
+            if contenders.is_exact(name := row["name"]):
+                assert row["cache_bytes"] == token * SLOTS.get(name, 48 + 16), name
+    words = f"--model {tmp_path} --threads 1 2 --lengths 48 --turns 2 --only {LLAMA}"
+    assert "tokens/s, 2 threads, 8 texts" in ran(words)
+    rows = having(read_rows(path), name=LLAMA)
+    turns = {(row["threads"], row["texts"], row["tokens"]): row["turns"] for row in rows}
+    fresh = {(threads, texts, 48): 2 for threads in (1, 2) for texts in (1, 8)}
+    assert turns == {(1, 1, 5): 1, (1, 8, 5): 1} | fresh
+    assert {len(row["times_as_fast"]["first_ms"]) for row in rows} == {1, 2}
 
 
 @pytest.mark.slow
 def test_ablations_and_requests_by_command(ran: Callable[[str], str], tmp_path: Path) -> None:
     assert "logits of all positions" in ran("--ablate --model FOLDER --lengths 24 --turns 1")
     rows = read_rows(tmp_path / "ablation.jsonl")
-    assert {row["name"] for row in rows} == {BASE, "floor", *contenders.WITHOUT}
-    for words in ("1 3 --turns 1", "3 --turns 2"):
-        assert "3 requests" in ran(f"--model FOLDER --requests {words}")
+    assert {row["name"] for row in rows} == {BASE, "floor", *WITHOUT}
+    assert "3 requests" in ran("--model FOLDER --requests 1 3 --turns 1")
     rows = read_rows(tmp_path / "requests.jsonl")
-    assert {(row["texts"], row["turns"]) for row in rows} == {(1, 1), (3, 2)}
+    assert {row["texts"] for row in rows} == {1, 3}
     assert not any(map(measuring.writes_other_tokens, rows))
     (bound,) = having(rows, name="bound", texts=3)
     prompts, limits = draw_requests(3, CONFIG.vocab_size, CONFIG.n_ctx)
     assert bound["prompts"] == [*map(len, prompts)] and bound["new"] == limits
     assert bound["seconds"] > bound["step_ms"] / 1e3 * (max(limits) - 1)
-    assert having(rows, name=PAGED, texts=3)[0]["of_bound"] < 1
+    (padded,) = having(rows, name="transformers, padded generate", texts=3)
+    assert padded["held"] == 3 * (max(bound["prompts"]) + max(limits) - 1) * TOKEN
+    assert padded["wasted"] == padded["held"] - (sum(bound["prompts"]) + sum(limits) - 3) * TOKEN
+    assert padded["of_bound"] < 1
 
 
 @pytest.mark.parametrize(

@@ -59,15 +59,13 @@ def test_no_held_out_question_is_worded_as_a_training_question() -> None:
         assert train and held_out and not set(train) & set(held_out)
 
 
-@pytest.mark.parametrize("split", corpus.SPLITS)
-def test_recall_answers_stand_in_their_prompts(split: str) -> None:
-    questions = corpus.recall_questions(split, 300)
-    assert len(questions) == 300
-    for q in questions:
+def test_recall_answers_stand_in_their_prompts() -> None:
+    questions = corpus.recall_questions("test", 300)
+    for i, q in enumerate(questions):
         text, question = q.prompt.rsplit("\n\nQuestion: ", 1)
         assert 300 <= len(q.prompt) <= 1350 and question.endswith("\nAnswer:")
         assert q.answer.lower() in text.lower() and q.answer.lower() not in question.lower(), q
-    for q, r, s in zip(*[iter(questions)] * 3, strict=True):
-        assert q.family == r.family == s.family and q.answer == r.answer == s.answer
-        assert len({q.prompt, r.prompt, s.prompt}) == 3
-        assert len({p.prompt.rsplit("\n\n", 1)[0] for p in (q, r, s)}) == 1
+        first = questions[i - i % 3]  # of three wordings
+        assert first.prompt.startswith(text)
+        assert (q.family, q.answer) == (first.family, first.answer)
+    assert len({q.prompt for q in questions}) == 300

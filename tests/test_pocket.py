@@ -6,9 +6,7 @@ from statistics import fmean
 import pytest
 import torch
 
-import gpt_bounded_cache
 from gpt_bounded_cache import BoundedMemory
-from gpt_kv_cache import generate
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus, evaluation
 from pocket.recipes import RECIPES, steps_and_tokens
@@ -17,7 +15,6 @@ from tests.helpers import N_CTX, ROOT
 
 FOLDER = ROOT / "pocket"
 SHIPPED = [name for name in RECIPES if name != "bct-sum"]
-STUDENTS = [name for name in SHIPPED if name.startswith("student")]
 
 
 def shipped_model(name: str) -> torch.nn.Module:
@@ -42,30 +39,6 @@ def test_transformers_computes_the_same(name: str, tokenizer) -> None:
     ids = torch.tensor([tokenizer.encode_ordinary(corpus.document("test", 0).text)])
     with torch.no_grad():
         torch.testing.assert_close(model(ids), reference(ids).logits, atol=1e-3, rtol=1e-4)
-    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    generated = reference.generate(ids[:, :20], max_new_tokens=60, **options)
-    assert [*map(int, generate(model, ids[:, :20], 60))] == generated[0, 20:].tolist()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["teacher", "llama", "bct"])
-def test_names_come_from_the_prompt(name: str, tokenizer) -> None:
-    """Change a name in the prompt: the text that follows must change with it, or a KV cache would carry nothing."""
-    prompt = "Everyone in Tolben knew {} and his sister Belessa. {} carried a brass lantern for"
-    write = gpt_bounded_cache.generate if name == "bct" else generate
-    texts = []
-    for person in ("Halek", "Zanav"):
-        ids = torch.tensor([tokenizer.encode_ordinary(prompt.format(person, person))])
-        generated = write(shipped_model(name), ids, 120, stop_ids=[tokenizer.eot_token])
-        texts.append(tokenizer.decode([*map(int, generated)]))
-    assert "Halek" in texts[0] and "Zanav" in texts[1] and "Halek" not in texts[1]
-
-
-def assert_card_has(card: str, columns: list[dict[str, float]]) -> None:
-    """Every figure stands in a line of the card's table, a column for each model."""
-    for name in columns[0]:
-        cells = " | ".join(f"{column[name]:.4f}" for column in columns)
-        assert f"| {name} | {cells} |\n" in card
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -79,50 +52,49 @@ def test_shipped_models_are_those_of_their_recipes_figures_and_cards(name: str) 
     parameters = sum(parameter.numel() for parameter in model.parameters())
     for said in (f"{steps:,} steps", f"{tokens / 1e6:.1f} million", f"{parameters:,} parameters"):
         assert said in card
-    if name in STUDENTS:
-        divergences = " | ".join(f"{nats:.3f}" for nats in figures["kl"].values())
-        assert divergences in card
-        assert_card_has(card, [figures["student"]])
-    elif name == "bct":
-        columns = [figures[way] for way in ("full", "bct", "window", "sinks")]
+    ways = [way for way in ("full", "bct", "window", "sinks", "student") if way in figures]
+    columns = [figures[way] for way in ways] or [figures]
+    if name == "llama":
+        columns.insert(0, figures_of("teacher"))
+    for figure in columns[0]:
+        cells = " | ".join(f"{column[figure]:.4f}" for column in columns)
+        assert f"| {figure} | {cells} |\n" in card
+    if name == "bct":
         equal_bytes = evaluation.window_of_equal_bytes(model.config)
-        assert [column.pop("tokens") for column in columns[2:]] == [equal_bytes] * 2
-        assert_card_has(card, columns)
-    else:
-        before = [figures_of("teacher")] if name == "llama" else []
-        assert_card_has(card, [*before, figures])
+        assert [figures[way]["tokens"] for way in ("window", "sinks")] == [equal_bytes] * 2
+    if "kl" in figures:
+        assert " | ".join(f"{nats:.3f}" for nats in figures["kl"].values()) in card
     names = {"README.md", "config.json", "figures.json", "loss.png", "model.safetensors"}
     extra_names = {"teacher": {"tokenizer.tiktoken"}, "bct": {"ablation.json"}}.get(name, set())
     assert {path.name for path in (FOLDER / name).iterdir()} == names | extra_names
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["teacher", "llama", "bct"])
+@pytest.mark.parametrize("name", SHIPPED)
 def test_recorded_figures_are_those_of_the_weights(name: str, tokenizer) -> None:
-    model, figures = shipped_model(name), figures_of(name)
-    figures = figures.get(name, figures)
-    perplexity = evaluation.perplexity(model, tokenizer, "test")
-    assert perplexity == pytest.approx(figures["perplexity"], rel=1e-3)
-    _, right = evaluation.score_answers(model, tokenizer, corpus.recall_questions("test", 300))
-    assert fmean(right) == pytest.approx(figures["recall_share"], abs=0.01)
+    """All texts of a figure, but not all figures: of every model what it makes of lists, and each other kind of one."""
+    model, recorded = shipped_model(name), figures_of(name)
+    figures = recorded.get("student", recorded.get("bct", recorded))
     lists = evaluation.list_losses(model, tokenizer)
     expected = [figures["list_first_nats"], figures["list_second_nats"]]
     assert lists == pytest.approx(expected, rel=1e-2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["student", "student-dropout"])
-def test_recorded_divergences_are_those_of_the_students(name: str, tokenizer) -> None:
-    divergences = evaluation.divergences(load_model("pocket"), shipped_model(name), tokenizer)
-    assert divergences == pytest.approx(figures_of(name)["kl"], rel=1e-2)
+    if name == "llama":
+        perplexity = evaluation.perplexity(model, tokenizer, "test")
+        assert perplexity == pytest.approx(figures["perplexity"], rel=1e-3)
+    if name == "teacher":
+        questions = corpus.recall_questions("test", 300)
+        _, right = evaluation.score_answers(model, tokenizer, questions)
+        assert fmean(right) == pytest.approx(figures["recall_share"], abs=0.01)
+    if name == "student":
+        teacher, way = load_model("pocket"), {"every 16": 16}
+        nats = evaluation.divergences(teacher, model, tokenizer, way)["every 16"]
+        assert nats == pytest.approx(recorded["kl"]["every 16"], rel=1e-2)
 
 
 @pytest.mark.slow
 def test_a_bct_goes_on_past_the_context_as_well_as_before(tokenizer) -> None:
-    texts = "<|endoftext|>".join(d.text for d in corpus.documents("valid", 40 * N_CTX // 512))
-    tokens = tokenizer.encode(texts, allowed_special="all")[: 16 * N_CTX]
-    ids = torch.tensor(tokens).view(4, 4 * N_CTX)
+    ids = torch.tensor(evaluation.held_out_rows(tokenizer, 50, 4 * N_CTX)[:2])
     with torch.no_grad():
-        logits = shipped_model("bct")(ids, BoundedMemory())[:, :-1].transpose(1, 2)
+        logits = shipped_model("bct")(ids[:, :-1], BoundedMemory()).transpose(1, 2)
     nats = torch.nn.functional.cross_entropy(logits, ids[:, 1:], reduction="none")
     assert nats[:, 2 * N_CTX :].mean() < nats[:, :N_CTX].mean() + 0.2
