@@ -38,7 +38,7 @@ FAULTS = [
 
 @pytest.mark.parametrize("split", corpus.SPLITS)
 def test_the_corpus_itself_holds_together(split: str) -> None:
-    for i in range(60):
+    for i in range(20):
         prose, (_, threads) = corpus.tell_story(corpus.Pen(split, f"read/{i}"), mute=i % 2 == 0)
         paid = len(threads) - (i % 2 == 0)
         assert coherence.judge(prose) == coherence.Verdict([], paid, paid), prose
@@ -56,11 +56,11 @@ def test_a_fault_is_found(kind: str, old: str, new: str) -> None:
 
 def test_a_model_goes_on_from_openings_each_by_itself() -> None:
     model = GPT(GPTConfig(vocab_size=VOCABULARY, n_ctx=512, n_layer=1, n_head=1, n_embd=8)).eval()
-    tokenizer, prompts = read_tokenizer(TOKENIZER), coherence.story_openings("valid", 4)
-    assert len({*prompts}) == 4
+    tokenizer, prompts = read_tokenizer(TOKENIZER), coherence.story_openings("valid", 3)
+    assert len({*prompts}) == 3
     assert {coherence.find_statements(prompt)[0].kind for prompt in prompts} == {"opening"}
     stories = coherence.finish_stories(model, tokenizer, prompts)
     assert all(story.startswith(prompt) for story, prompt in zip(stories, prompts, strict=True))
     assert stories[2:] == coherence.finish_stories(model, tokenizer, prompts[2:])
     shares = coherence.measure([*stories, STORY])
-    assert shares == {"coherent_share": 0.2, "paid_share": 1.0, "paid_per_story": 0.8}
+    assert shares == {"coherent_share": 0.25, "paid_share": 1.0, "paid_per_story": 1.0}

@@ -30,17 +30,18 @@ pytest.importorskip("transformers")
 COMMIT = "0123456789" * 4
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "2 to 1": {},
-    "1 to 1": {"num_key_value_heads": 4},
     "8 to 1, untied": {
         "num_attention_heads": 8,
         "num_key_value_heads": 1,
         "tie_word_embeddings": False,
     },
-    "head size given": {"head_dim": 20, "tie_word_embeddings": False},
     "pruned widths": {"hidden_size": 44, "head_dim": 16, "intermediate_size": 55},
     "llama3 frequencies": {"rope_parameters": LLAMA3, "max_position_embeddings": 131_072},
-    "another theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 12_345.0}},
-    "another epsilon": {"rms_norm_eps": 0.1},
+    "1 to 1, theta and epsilon": {
+        "num_key_value_heads": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 12_345.0},
+        "rms_norm_eps": 0.1,
+    },
 }
 for kind in ("Qwen2", "Qwen3", "Mistral"):  # other types that llama_kv_cache.py serves
     window = {} if kind != "Mistral" else {"sliding_window": None}
@@ -88,7 +89,7 @@ def test_a_model_equals_transformers(name: str, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
 def test_bfloat16_is_as_near_as_transformers(kind: str, tmp_path: Path) -> None:
     expected, ids = reference(tmp_path, kind=kind), ids_of(2, 40)
     exact = expected(ids).logits
@@ -127,8 +128,8 @@ def test_a_window_goes_on_past_the_context_without_a_second_reading(tmp_path: Pa
     fed = []
     model.register_forward_pre_hook(lambda _, args: fed.append(args[0].size(1)))
     ids, window = ids_of(1, 20), 16
-    written = torch.cat([ids, *generate(model, ids, 400, cache=SlidingWindowCache(window))], 1)
-    assert fed == [20] + [1] * 399  # 419 tokens in a context of 64
+    written = torch.cat([ids, *generate(model, ids, 100, cache=SlidingWindowCache(window))], 1)
+    assert fed == [20] + [1] * 99  # 119 tokens in a context of 64
     # What 3 layers see through the window, as a text of its own: how far apart is all that counts.
     logits = model(written[:, :-1], SlidingWindowCache(window))[:, -1]
     alone = model(written[:, -1 - 3 * window : -1], SlidingWindowCache(window))[:, -1]
@@ -337,7 +338,7 @@ def real_form(kind: str, folder: Path) -> Any:
 def corpus() -> list[str]:
     """Texts of many kinds: this project's code and pages."""
     root = Path(loader.__file__).parent
-    files = [*root.glob("gpt_*.py"), root / "README.md", root / "chapters" / "glossary.md"]
+    files = [root / "gpt_kv_cache.py", root / "README.md", root / "chapters" / "glossary.md"]
     return [file.read_text("utf-8") for file in files] + TEXTS
 
 
@@ -353,7 +354,7 @@ def test_ids_are_those_of_the_tokenizers_library(kind: str, tmp_path: Path) -> N
         "\u1100\u1161\u11a8 n\u0303",
         "a\u0323\u0302",
     ]
-    for text in TEXTS + lines + decomposed * (kind != "SmolLM2"):
+    for text in TEXTS + [*{*lines}] + decomposed * (kind != "SmolLM2"):
         ids = expected.encode(text).ids
         assert ours.encode(text, allowed_special="all") == ids, text
         if "<|" not in text:
