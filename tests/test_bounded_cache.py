@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import gpt_bounded_cache as bounded
-import gpt_kv_cache
 from gpt_bounded_cache import (
     GPT,
     BCTConfig,
@@ -102,22 +101,15 @@ def test_equivalence_of_a_window_under_any_feeding(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_equivalence_of_windowed_text_past_the_context(seed: int) -> None:
+def test_equivalence_of_text_past_the_context(seed: int) -> None:
     rng, model, ids = random_case(seed, 2)
-    n = 2 * model.config.n_ctx
-    window, sinks = rng.randint(2, model.config.n_ctx), rng.choice([0, 3])
-    got = text(generate(model, ids, n, cache=SlidingWindowCache(window, sinks)))
-    assert torch.equal(got, greedy_banded(model, ids, n, window, sinks))
-
-
-def test_equivalence_of_a_window_of_the_context_with_the_growing_cache() -> None:
-    _, model, ids = random_case(1, 3)
-    old = model_of(gpt_kv_cache.GPTConfig(**vars(model.config)), 1)
-    n = 2 * model.config.n_ctx
-    expected = text(gpt_kv_cache.generate(old, ids, n))
-    caches = [PreallocatedCache(model.config.n_ctx), SlidingWindowCache(5 * n, 2), KVCache(), None]
-    for cache in caches:
-        assert torch.equal(text(generate(model, ids, n, cache=cache)), expected)
+    n_ctx = model.config.n_ctx
+    window, sinks = rng.randint(2, n_ctx), rng.choice([0, 3])
+    got = text(generate(model, ids, 2 * n_ctx, cache=SlidingWindowCache(window, sinks)))
+    assert torch.equal(got, greedy_banded(model, ids, 2 * n_ctx, window, sinks))
+    expected = text(generate(model, ids, 2 * n_ctx))
+    for cache in (PreallocatedCache(n_ctx), SlidingWindowCache(5 * n_ctx, 2)):
+        assert torch.equal(text(generate(model, ids, 2 * n_ctx, cache=cache)), expected)
 
 
 @pytest.mark.parametrize("fed", [1, 3])

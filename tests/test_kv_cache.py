@@ -79,19 +79,6 @@ def tensors_in(layers: Any) -> list[Tensor]:
     return [x for part in parts for x in tensors_in(part)]
 
 
-def snapshot(cache: KVCache) -> list[Tensor]:
-    """Copies of all that a query, or a truncated cache, can come to see."""
-    if not len(cache):
-        return []
-    tensors = tensors_of(cache)
-    if isinstance(cache, SlidingWindowCache):
-        kept = [p < cache.sinks or p >= len(cache) - cache.window for p in cache.pos.tolist()]
-        tensors[1:] = [kv[..., : len(kept), :][..., kept, :] for kv in tensors[1:]]
-    elif type(cache) is KVCache:
-        tensors[1:] = [kv[..., : len(cache), :] for kv in tensors[1:]]
-    return [x.clone() for x in tensors]
-
-
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(map(torch.equal, a, b))
 
@@ -103,20 +90,20 @@ def allocated(cache: KVCache) -> int:
 
 def refused(cache: KVCache, words: str, act: Callable[[], object]) -> None:
     """An act raises ValueError with these words, and leaves the cache as it was."""
-    before, n, nbytes = snapshot(cache), len(cache), cache.nbytes
+    before = cache.snapshot(), len(cache), cache.nbytes
     with pytest.raises(ValueError, match=words):
         act()
-    assert same(snapshot(cache), before) and (len(cache), cache.nbytes) == (n, nbytes)
+    assert (cache.snapshot(), len(cache), cache.nbytes) == before
 
 
 @every_kind
 def test_a_clone_shares_no_memory(kind: Kind) -> None:
     model, cache = model_of(kind.config), kind.new_cache()
     model(ids_of(2, 12), cache)
-    before = snapshot(cache)
+    before = [x.clone() for x in tensors_of(cache)]
     for tensor in tensors_of(cache.clone()):
         tensor.zero_()
-    assert same(snapshot(cache), before)
+    assert same(tensors_of(cache), before)
 
 
 @every_kind

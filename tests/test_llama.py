@@ -27,7 +27,6 @@ from tests.test_equivalence import assert_close, check_any_feeding
 from tests.test_kv_cache import ids_of
 
 pytest.importorskip("transformers")
-COMMIT = "0123456789" * 4
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "2 to 1": {},
     "8 to 1, untied": {
@@ -66,6 +65,12 @@ def reference(folder: Path, shards: bool = False, **geometry: Any) -> Any:
     return model
 
 
+def changed(folder: Path, **fields: Any) -> str:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    return str(folder)
+
+
 @torch.no_grad()
 def assert_equal(model: Llama, expected: Any) -> None:
     ids, cache = ids_of(2, 40), KVCache()
@@ -99,25 +104,12 @@ def test_bfloat16_is_as_near_as_transformers(kind: str, tmp_path: Path) -> None:
     assert (ours - exact).norm() < 1.2 * (theirs - exact).norm()
 
 
-def test_shards_of_an_older_version_come_from_the_hub_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import huggingface_hub
-
-    name = "meta-llama/Llama-3.2-3B"
-    repo = tmp_path / f"models--{name.replace('/', '--')}"
-    folder = repo / "snapshots" / COMMIT
-    expected = reference(folder, shards=True, rope_parameters=LLAMA3)
-    assert len([*folder.glob("model-*.safetensors")]) > 2
-    config = json.loads((folder / "config.json").read_text())
-    rope = config.pop("rope_parameters")
-    old = {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
-    (folder / "config.json").write_text(json.dumps(config | old))
-    (repo / "refs").mkdir()
-    (repo / "refs" / "main").write_text(COMMIT)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert_equal(load_model(name), expected)
+def test_shards_and_a_configuration_of_an_older_version(tmp_path: Path) -> None:
+    expected = reference(tmp_path, shards=True, rope_parameters=LLAMA3)
+    assert len([*tmp_path.glob("model-*.safetensors")]) > 2
+    rope = {**LLAMA3}
+    old = {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope, "rope_parameters": None}
+    assert_equal(load_model(changed(tmp_path, **old)), expected)
 
 
 @torch.no_grad()
@@ -163,12 +155,6 @@ def test_parts_of_a_joined_matrix_are_copied_into_their_places(
     reference(tmp_path)
     monkeypatch.setattr(torch, "cat", None)
     load_model(str(tmp_path))
-
-
-def changed(folder: Path, **fields: Any) -> str:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | fields))
-    return str(folder)
 
 
 @pytest.mark.parametrize(
@@ -348,13 +334,12 @@ def test_ids_are_those_of_the_tokenizers_library(kind: str, tmp_path: Path) -> N
     ours = loader.load_tokenizer(str(tmp_path))
     begin = [expected.token_to_id("<|begin_of_text|>")] if kind == "Llama 3" else []
     assert beginning_tokens(ours) == begin and len(ours.end_ids) == 2
-    lines = [line for whole in corpus() for line in whole.splitlines(keepends=True)]
     decomposed = [
         "cafe\u0301 <|im_end|>\u0338 \u212b",
         "\u1100\u1161\u11a8 n\u0303",
         "a\u0323\u0302",
     ]
-    for text in TEXTS + [*{*lines}] + decomposed * (kind != "SmolLM2"):
+    for text in TEXTS + decomposed * (kind != "SmolLM2"):
         ids = expected.encode(text).ids
         assert ours.encode(text, allowed_special="all") == ids, text
         if "<|" not in text:
@@ -404,15 +389,6 @@ def test_ids_are_those_of_the_tokenizers_library_on_llama_3s_real_vocabulary(
     assert ours.n_vocab == 128_256 and ours.end_ids == (128_001, 128_009)
     for name, number in (("begin_of_text", 128_000), ("eot_id", 128_009), ("python_tag", 128_010)):
         assert ours.added_ids[f"<|{name}|>"] == number  # as the model card has them
-
-
-def test_a_character_without_a_token_is_one_sentence(tmp_path: Path) -> None:
-    """The tokenizers library drops it without a word."""
-    expected = real_form("SmolLM2", tmp_path)
-    assert expected.encode("\x04").ids == []
-    tokenizer = loader.load_tokenizer(str(tmp_path))
-    with pytest.raises(ValueError, match=r"no token for '\\x04'"):
-        tokenizer.encode("a\x04b", allowed_special="all")
 
 
 def test_end_tokens_that_are_none_name_their_file(tmp_path: Path) -> None:

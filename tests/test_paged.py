@@ -181,19 +181,13 @@ def test_a_prefix_is_found_by_its_tokens_also_when_nobody_owns_it_any_more(
         assert shared(cache, ids).block_table == []
 
 
-def test_a_block_handed_out_again_is_found_no_more_nor_are_those_after_it(model: nn.Module) -> None:
+def test_the_end_of_a_text_is_handed_out_before_its_beginning(model: nn.Module) -> None:
     cache, a = PagedCache(model, 3, 4), new(tokens(13, 1))
     read(model, cache, [a], 12)
     cache.free(a)
     b = new(tokens(4, 2))
     read(model, cache, [b], 4)
-    cache.free(b)
-    c = shared(cache, a.ids)
-    assert c.n_read == 8, "the end of a text is handed out before its beginning"
-    cache.free(c)
-    d = new(tokens(12, 3))
-    read(model, cache, [d], 12)
-    assert shared(cache, a.ids).block_table == []
+    assert shared(cache, a.ids).n_read == 8
 
 
 def test_overflow_fails_a_pass_and_leaves_nothing_in_blocks(model: nn.Module) -> None:

@@ -14,13 +14,12 @@ from tests.pretended_device import pretended
 
 # LLAMA stands for a folder with a small random Llama, and STUDENT for a narrower one
 RUNS = [
-    "gpt_kv_cache --compare",
-    "gpt_bounded_cache --memory bct",
+    "gpt_kv_cache --compare --max-new-tokens 5",
     "load_gpt2_weights LLAMA",
     *(
         pytest.param(command, marks=pytest.mark.slow)
         for command in (
-            "gpt_bounded_cache --memory sinks --slots 10",
+            "gpt_bounded_cache --memory bct",
             "overfill write --policy dropout:4:0.0001 --student pocket-student-dropout",
             "paged serve FILE --model LLAMA",
             "speculate write --draft 4 --teacher LLAMA --student STUDENT",
