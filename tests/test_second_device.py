@@ -14,7 +14,7 @@ from tests.pretended_device import pretended
 
 # LLAMA stands for a folder with a small random Llama, and STUDENT for a narrower one
 RUNS = [
-    "gpt_kv_cache --compare --max-new-tokens 5",
+    "gpt_kv_cache --compare",
     "load_gpt2_weights LLAMA",
     *(
         pytest.param(command, marks=pytest.mark.slow)
@@ -76,7 +76,7 @@ def test_a_script_prints_the_same(
     for word, path in places.items():
         command = command.replace(word, str(path))
     if not command.startswith(("load", "compress")) and "--max-new-tokens" not in command:
-        command += " --max-new-tokens 12"
+        command += " --max-new-tokens 6"
     expected = printed(f"{command} --device cpu")
     request.getfixturevalue("second")
     assert printed(command) == expected
