@@ -94,7 +94,7 @@ def test_a_model_equals_transformers(name: str, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3"])
 def test_bfloat16_is_as_near_as_transformers(kind: str, tmp_path: Path) -> None:
     expected, ids = reference(tmp_path, kind=kind), ids_of(2, 40)
     exact = expected(ids).logits
@@ -442,22 +442,19 @@ QWEN3 = (  # what Qwen3's template does with a first question, and two things th
 )
 
 
-@pytest.mark.parametrize("template", [QWEN3, CHATML.replace("SmolLM", "Ours")])
 @pytest.mark.parametrize("place", ["chat_template.jinja", "one", "several"])
-def test_a_folders_own_template_is_the_form_of_a_question(
-    template: str, place: str, tmp_path: Path
-) -> None:
+def test_a_folders_own_template_is_the_form_of_a_question(place: str, tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     library = real_form("Qwen", tmp_path)
-    several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": template}]
+    several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": QWEN3}]
     if place == "chat_template.jinja":
-        (tmp_path / place).write_text(template)
+        (tmp_path / place).write_text(QWEN3)
     else:
-        content = {"chat_template": template if place == "one" else several}
+        content = {"chat_template": QWEN3 if place == "one" else several}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
     ours = loader.load_tokenizer(str(tmp_path))
-    theirs = PreTrainedTokenizerFast(tokenizer_object=library, chat_template=template)
+    theirs = PreTrainedTokenizerFast(tokenizer_object=library, chat_template=QWEN3)
     for text in ("Why is the sky blue?", "{braces} {0}\n\nand {} a line", "<|im_end|>"):
         messages = [{"role": "user", "content": text}]
         options = {"add_generation_prompt": True, "tokenize": False}

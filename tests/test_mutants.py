@@ -127,7 +127,7 @@ def test_there_are_bugs_of_every_file_and_each_fits_it() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_the_suite_kills_every_mutant(tmp_path: Path) -> None:
     path = tmp_path / "results.json"  # of a process which has not computed yet and can fork
-    subprocess.run([sys.executable, __file__, *BUGS, "--json", path], check=True)
+    subprocess.run([sys.executable, __file__, *BUGS, "--json", path], check=True, timeout=1200)
     results = json.loads(path.read_text("utf-8"))
     # 0: it survives; others: its tests didn't run
     assert {name: status for name, (status, _) in results.items() if status != 1} == {}
