@@ -89,7 +89,7 @@ def allocated(cache: KVCache) -> int:
 
 
 def refused(cache: KVCache, words: str, act: Callable[[], object]) -> None:
-    """An act raises ValueError with these words, and leaves the cache as it was."""
+    """An act raises ValueError with these words, and a cache shows itself as before."""
     before = cache.snapshot(), len(cache), cache.nbytes
     with pytest.raises(ValueError, match=words):
         act()
@@ -121,6 +121,7 @@ def test_a_cache_that_does_not_fit_is_refused_and_unchanged(kind: Kind) -> None:
     """Concatenation would promote another dtype in silence."""
     model, ids, cache = model_of(kind.config), ids_of(2, 20), kind.new_cache()
     model(ids[:, :8], cache)
+    untouched = cache.clone()
     shallow = model_of(replace(kind.config, n_layer=2))
     refused(cache, "3 layers .* 2", lambda: shallow(ids[:, 8:], cache))
     lengths, other = [-1, 9], model_of(kind.config, dtype=torch.float64)
@@ -134,6 +135,7 @@ def test_a_cache_that_does_not_fit_is_refused_and_unchanged(kind: Kind) -> None:
         refused(cache, f"{n} tokens of 8", lambda n=n: cache.truncate(n))
     cache.truncate(8)
     assert len(cache) == 8
+    assert torch.equal(model(ids[:, 8:12], cache), model(ids[:, 8:12], untouched))
     cache.truncate(0)
     assert len(cache) == cache.nbytes == int(cache.positions(1)) == 0
     for empty in (cache, kind.new_cache()):  # it takes any batch, and any depth after a failure
