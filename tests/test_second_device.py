@@ -27,7 +27,7 @@ RUNS = [
             # two tokens: rounding makes longer texts differ in bfloat16, where a CPU has kernels of its own
             "llama_kv_cache --dtype bfloat16 --model LLAMA --max-new-tokens 2",
             "overfill write --policy probe:4:0.01 --teacher LLAMA --student STUDENT",
-            "recycle --model LLAMA",
+            "recycle --model LLAMA --max-new-tokens 2",
             "projector ask 'Name the river that Hexley stands on.'",
         )
     ),
