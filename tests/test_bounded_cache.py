@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import gpt_bounded_cache as bounded
-import gpt_kv_cache
 from gpt_bounded_cache import (
     GPT,
     BCTConfig,
@@ -41,10 +40,11 @@ pytestmark = pytest.mark.usefixtures("device")  # every test here, on each devic
 
 
 VARIANTS = [
-    *(replace(SMALL_BCT, recent=recent) for recent in (0, 3, 9)),
-    *(replace(PAPER, recent=recent) for recent in (0, 3, 9)),
+    replace(SMALL_BCT, recent=0),
+    SMALL_BCT,
+    PAPER,
+    replace(PAPER, recent=3),
     replace(SMALL_BCT, slots=1, recent=9),
-    replace(SMALL_BCT, slots=9, recent=1),
     replace(PAPER, write_first=False, random_start=True),
     replace(SMALL_BCT, write_first=False),
 ]
@@ -91,7 +91,7 @@ def random_case(seed: int, rows: int) -> tuple[random.Random, GPT, Tensor]:
 # --- The window -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(10))
 def test_equivalence_of_a_window_under_any_feeding(seed: int) -> None:
     rng, model, ids = random_case(seed, 3)
     ids = ids[:, : model.config.n_ctx]
@@ -100,24 +100,16 @@ def test_equivalence_of_a_window_under_any_feeding(seed: int) -> None:
     check_any_feeding(model, ids, expected, SlidingWindowCache(window, sinks), seed)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_equivalence_of_windowed_text_past_the_context(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(2))
+def test_equivalence_of_text_past_the_context(seed: int) -> None:
     rng, model, ids = random_case(seed, 2)
-    n = 2 * model.config.n_ctx
-    window, sinks = rng.randint(2, model.config.n_ctx), rng.choice([0, 3])
-    got = text(generate(model, ids, n, cache=SlidingWindowCache(window, sinks)))
-    assert torch.equal(got, greedy_banded(model, ids, n, window, sinks))
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_equivalence_of_a_window_of_the_context_with_the_growing_cache(seed: int) -> None:
-    _, model, ids = random_case(seed, 3)
-    old = model_of(gpt_kv_cache.GPTConfig(**vars(model.config)), seed)
-    n = 3 * model.config.n_ctx
-    expected = text(gpt_kv_cache.generate(old, ids, n))
-    caches = [PreallocatedCache(model.config.n_ctx), SlidingWindowCache(5 * n, 2), KVCache(), None]
-    for cache in caches:
-        assert torch.equal(text(generate(model, ids, n, cache=cache)), expected)
+    n_ctx = model.config.n_ctx
+    window, sinks = rng.randint(2, n_ctx), rng.choice([0, 3])
+    got = text(generate(model, ids, 2 * n_ctx, cache=SlidingWindowCache(window, sinks)))
+    assert torch.equal(got, greedy_banded(model, ids, 2 * n_ctx, window, sinks))
+    expected = text(generate(model, ids, 2 * n_ctx))
+    for cache in (PreallocatedCache(n_ctx), SlidingWindowCache(5 * n_ctx, 2)):
+        assert torch.equal(text(generate(model, ids, 2 * n_ctx, cache=cache)), expected)
 
 
 @pytest.mark.parametrize("fed", [1, 3])
@@ -234,16 +226,15 @@ def recurrence(model: GPT, ids: Tensor) -> Tensor:
 def test_identity_of_the_parallel_form_and_of_any_feeding_with_the_recurrence(
     config: GPTConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, ids = model_of(config, seed=3), ids_of(2, 70)  # past n_ctx = 24
+    model, ids = model_of(config, seed=3), ids_of(2, 50)  # past n_ctx = 24
     expected = torch.cat([recurrence(model, row) for row in ids.split(1)])
     slots, _ = model.h[0].memory.empty(ids)
     assert slots.keys.any() == config.random_start
     for chunk in (1, 7, 1000):
         monkeypatch.setattr(WriteMemory, "chunk", chunk)
         assert_close(model(ids), expected, torch.float32, AMPLIFIED[config.rule])
-        check_any_feeding(
-            model, ids, expected, BoundedMemory(), chunk, amplified=AMPLIFIED[config.rule]
-        )
+    monkeypatch.setattr(WriteMemory, "chunk", 7)
+    check_any_feeding(model, ids, expected, BoundedMemory(), 7, amplified=AMPLIFIED[config.rule])
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -295,9 +286,12 @@ def test_identity_of_recent_tokens_without_writes_with_a_sliding_window(recent: 
 
 
 @pytest.mark.parametrize("config", VARIANTS)
-def test_gradients_of_bct_are_those_of_the_recurrence(config: BCTConfig) -> None:
+def test_gradients_of_bct_are_those_of_the_recurrence(
+    config: BCTConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WriteMemory, "chunk", 11)
     model = model_of(config, seed=3).requires_grad_(True)
-    ids = ids_of(1, WriteMemory.chunk + 1)  # the last token is a chunk by itself
+    ids = ids_of(1, 23)  # the last token is a chunk by itself
     losses = (form.square().mean() for form in (model(ids), recurrence(model, ids)))
     found = (torch.autograd.grad(loss, [*model.parameters()]) for loss in losses)
     for got, expected in zip(*found, strict=True):
@@ -321,8 +315,8 @@ def test_bct_goes_on_past_the_context_without_reading_again() -> None:
     model, cache, fed = model_of(SMALL_BCT), BoundedMemory(), []
     model.register_forward_pre_hook(lambda module, inputs: fed.append(inputs[0].size(1)))
     ids = ids_of(1, 30)  # longer than n_ctx = 24 already
-    new = text(generate(model, ids, 100, cache=cache))
-    assert fed == [30] + [1] * 99 and len(cache) == 129
+    new = text(generate(model, ids, 40, cache=cache))
+    assert fed == [30] + [1] * 39 and len(cache) == 69
     whole = torch.cat([ids, new], dim=1)
     assert torch.equal(model(whole[:, :-1])[:, 29:].argmax(-1), new)
 

@@ -27,20 +27,20 @@ from tests.test_equivalence import assert_close, check_any_feeding
 from tests.test_kv_cache import ids_of
 
 pytest.importorskip("transformers")
-COMMIT = "0123456789" * 4
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "2 to 1": {},
-    "1 to 1": {"num_key_value_heads": 4},
     "8 to 1, untied": {
         "num_attention_heads": 8,
         "num_key_value_heads": 1,
         "tie_word_embeddings": False,
     },
-    "head size given": {"head_dim": 20, "tie_word_embeddings": False},
     "pruned widths": {"hidden_size": 44, "head_dim": 16, "intermediate_size": 55},
     "llama3 frequencies": {"rope_parameters": LLAMA3, "max_position_embeddings": 131_072},
-    "another theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 12_345.0}},
-    "another epsilon": {"rms_norm_eps": 0.1},
+    "1 to 1, theta and epsilon": {
+        "num_key_value_heads": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 12_345.0},
+        "rms_norm_eps": 0.1,
+    },
 }
 for kind in ("Qwen2", "Qwen3", "Mistral"):  # other types that llama_kv_cache.py serves
     window = {} if kind != "Mistral" else {"sliding_window": None}
@@ -63,6 +63,12 @@ def reference(folder: Path, shards: bool = False, **geometry: Any) -> Any:
     model = random_llama(**{"vocab_size": 97, "max_position_embeddings": 64} | geometry)
     model.save_pretrained(folder, max_shard_size="20KB" if shards else "1GB")
     return model
+
+
+def changed(folder: Path, **fields: Any) -> str:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    return str(folder)
 
 
 @torch.no_grad()
@@ -88,7 +94,7 @@ def test_a_model_equals_transformers(name: str, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3"])
 def test_bfloat16_is_as_near_as_transformers(kind: str, tmp_path: Path) -> None:
     expected, ids = reference(tmp_path, kind=kind), ids_of(2, 40)
     exact = expected(ids).logits
@@ -98,25 +104,12 @@ def test_bfloat16_is_as_near_as_transformers(kind: str, tmp_path: Path) -> None:
     assert (ours - exact).norm() < 1.2 * (theirs - exact).norm()
 
 
-def test_shards_of_an_older_version_come_from_the_hub_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import huggingface_hub
-
-    name = "meta-llama/Llama-3.2-3B"
-    repo = tmp_path / f"models--{name.replace('/', '--')}"
-    folder = repo / "snapshots" / COMMIT
-    expected = reference(folder, shards=True, rope_parameters=LLAMA3)
-    assert len([*folder.glob("model-*.safetensors")]) > 2
-    config = json.loads((folder / "config.json").read_text())
-    rope = config.pop("rope_parameters")
-    old = {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
-    (folder / "config.json").write_text(json.dumps(config | old))
-    (repo / "refs").mkdir()
-    (repo / "refs" / "main").write_text(COMMIT)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert_equal(load_model(name), expected)
+def test_shards_and_a_configuration_of_an_older_version(tmp_path: Path) -> None:
+    expected = reference(tmp_path, shards=True, rope_parameters=LLAMA3)
+    assert len([*tmp_path.glob("model-*.safetensors")]) > 2
+    rope = {**LLAMA3}
+    old = {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope, "rope_parameters": None}
+    assert_equal(load_model(changed(tmp_path, **old)), expected)
 
 
 @torch.no_grad()
@@ -127,8 +120,8 @@ def test_a_window_goes_on_past_the_context_without_a_second_reading(tmp_path: Pa
     fed = []
     model.register_forward_pre_hook(lambda _, args: fed.append(args[0].size(1)))
     ids, window = ids_of(1, 20), 16
-    written = torch.cat([ids, *generate(model, ids, 400, cache=SlidingWindowCache(window))], 1)
-    assert fed == [20] + [1] * 399  # 419 tokens in a context of 64
+    written = torch.cat([ids, *generate(model, ids, 100, cache=SlidingWindowCache(window))], 1)
+    assert fed == [20] + [1] * 99  # 119 tokens in a context of 64
     # What 3 layers see through the window, as a text of its own: how far apart is all that counts.
     logits = model(written[:, :-1], SlidingWindowCache(window))[:, -1]
     alone = model(written[:, -1 - 3 * window : -1], SlidingWindowCache(window))[:, -1]
@@ -162,12 +155,6 @@ def test_parts_of_a_joined_matrix_are_copied_into_their_places(
     reference(tmp_path)
     monkeypatch.setattr(torch, "cat", None)
     load_model(str(tmp_path))
-
-
-def changed(folder: Path, **fields: Any) -> str:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | fields))
-    return str(folder)
 
 
 @pytest.mark.parametrize(
@@ -337,7 +324,7 @@ def real_form(kind: str, folder: Path) -> Any:
 def corpus() -> list[str]:
     """Texts of many kinds: this project's code and pages."""
     root = Path(loader.__file__).parent
-    files = [*root.glob("gpt_*.py"), root / "README.md", root / "chapters" / "glossary.md"]
+    files = [root / "gpt_kv_cache.py", root / "README.md", root / "chapters" / "glossary.md"]
     return [file.read_text("utf-8") for file in files] + TEXTS
 
 
@@ -347,13 +334,12 @@ def test_ids_are_those_of_the_tokenizers_library(kind: str, tmp_path: Path) -> N
     ours = loader.load_tokenizer(str(tmp_path))
     begin = [expected.token_to_id("<|begin_of_text|>")] if kind == "Llama 3" else []
     assert beginning_tokens(ours) == begin and len(ours.end_ids) == 2
-    lines = [line for whole in corpus() for line in whole.splitlines(keepends=True)]
     decomposed = [
         "cafe\u0301 <|im_end|>\u0338 \u212b",
         "\u1100\u1161\u11a8 n\u0303",
         "a\u0323\u0302",
     ]
-    for text in TEXTS + lines + decomposed * (kind != "SmolLM2"):
+    for text in TEXTS + decomposed * (kind != "SmolLM2"):
         ids = expected.encode(text).ids
         assert ours.encode(text, allowed_special="all") == ids, text
         if "<|" not in text:
@@ -403,15 +389,6 @@ def test_ids_are_those_of_the_tokenizers_library_on_llama_3s_real_vocabulary(
     assert ours.n_vocab == 128_256 and ours.end_ids == (128_001, 128_009)
     for name, number in (("begin_of_text", 128_000), ("eot_id", 128_009), ("python_tag", 128_010)):
         assert ours.added_ids[f"<|{name}|>"] == number  # as the model card has them
-
-
-def test_a_character_without_a_token_is_one_sentence(tmp_path: Path) -> None:
-    """The tokenizers library drops it without a word."""
-    expected = real_form("SmolLM2", tmp_path)
-    assert expected.encode("\x04").ids == []
-    tokenizer = loader.load_tokenizer(str(tmp_path))
-    with pytest.raises(ValueError, match=r"no token for '\\x04'"):
-        tokenizer.encode("a\x04b", allowed_special="all")
 
 
 def test_end_tokens_that_are_none_name_their_file(tmp_path: Path) -> None:
@@ -465,22 +442,19 @@ QWEN3 = (  # what Qwen3's template does with a first question, and two things th
 )
 
 
-@pytest.mark.parametrize("template", [QWEN3, CHATML.replace("SmolLM", "Ours")])
 @pytest.mark.parametrize("place", ["chat_template.jinja", "one", "several"])
-def test_a_folders_own_template_is_the_form_of_a_question(
-    template: str, place: str, tmp_path: Path
-) -> None:
+def test_a_folders_own_template_is_the_form_of_a_question(place: str, tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     library = real_form("Qwen", tmp_path)
-    several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": template}]
+    several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": QWEN3}]
     if place == "chat_template.jinja":
-        (tmp_path / place).write_text(template)
+        (tmp_path / place).write_text(QWEN3)
     else:
-        content = {"chat_template": template if place == "one" else several}
+        content = {"chat_template": QWEN3 if place == "one" else several}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
     ours = loader.load_tokenizer(str(tmp_path))
-    theirs = PreTrainedTokenizerFast(tokenizer_object=library, chat_template=template)
+    theirs = PreTrainedTokenizerFast(tokenizer_object=library, chat_template=QWEN3)
     for text in ("Why is the sky blue?", "{braces} {0}\n\nand {} a line", "<|im_end|>"):
         messages = [{"role": "user", "content": text}]
         options = {"add_generation_prompt": True, "tokenize": False}

@@ -13,7 +13,10 @@ from torch import Tensor
 import gpt_bounded_cache as bounded
 from gpt_bounded_cache import BoundedMemory, SlidingWindowCache
 from pocket import corpus
+from studies.article import study as article
 from studies.bounding import study as bounding_study
+from studies.pretraining import study as pretraining
+from studies.recall import study as recall
 from support.statistics import bootstrap
 from tests.helpers import start
 from tests.test_bounded_cache import SMALL, SMALL_BCT, banded, ids_of, model_of
@@ -74,9 +77,21 @@ def check_losses(one: bounding_study.Memory, ids: Tensor, logits: Tensor) -> Non
     torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
 
 
-SLOW = "article bounding compression latency pretraining recall speculation".split()
+SMALL_SIZE = bounding_study.Size(documents=2, facts=2, explanations=2, long_texts=1, contexts=2)
+SLOW = ["article", "bounding", "compression", "latency --model 2x2x64", "pretraining", "recall"]
+SLOW += ["speculation"]
 
 
+@pytest.fixture
+def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quick runs become smaller still."""
+    monkeypatch.setattr(article, "QUICK", ("1x1x8", 4, 1))
+    monkeypatch.setattr(bounding_study, "QUICK", SMALL_SIZE)
+    monkeypatch.setattr(pretraining, "GEOMETRY", pretraining.GEOMETRY | {"n_layer": 1})
+    monkeypatch.setattr(recall, "QUICK", recall.QUICK._replace(steps=3, answers=16))
+
+
+@pytest.mark.usefixtures("smaller")
 @pytest.mark.parametrize(
     "study", ["lengths", *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)]
 )

@@ -1,12 +1,14 @@
 """The suite kills every one-line bug of tests/mutants: a mutant that survives is a test that is missing."""
 
 import argparse
+import gc
 import importlib.util
 import json
 import os
+import subprocess
 import sys
+from multiprocessing import get_context
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -18,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "tests" / "mutants"
 BUGS = read_folder(FOLDER)
 MEANING = {1: "killed", 0: "survived"}
+OPTIONS = ["-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", "--assert=plain", "--tb=no"]
 SUITES = {
     "borrow.adapter": ["test_borrow.py"],
     "borrow.transformers_cache": ["test_transformers_cache.py", "test_examine.py"],
@@ -64,42 +67,26 @@ ENOUGH = {
 
 
 class FailedTest:
-    """Writes the name of the test that failed to a file."""
+    """Remembers the name of the test that failed."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    name = ""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            self.path.write_text(report.nodeid, "utf-8")
-
-
-def run_each(names: list[str]) -> dict[str, tuple[int, str]]:
-    """Return pytest's exit status for each bug, and the name of the test that killed it. First to
-    be tried is the test that killed it before; if it doesn't, all tests that are enough are run."""
-    results = {}
-    killers = read_killers(FOLDER)
-    for name in names:
-        module = BUGS[name].path.stem
-        tests = [str(ROOT / "tests" / file) for file in SUITES[module]]
-        longest = max((start for start in ENOUGH if name.startswith(start)), key=len)
-        if name in killers:
-            results[name] = run_changed(name, [str(ROOT / killers[name])])
-        if name not in killers or results[name][0] != 1:
-            results[name] = run_changed(name, ["-k", ENOUGH[longest], *tests])
-    return results
+            self.name = report.nodeid
 
 
 def preload() -> None:
     """Import what the tests import, and forget what of it is ours: a fork then imports that alone anew."""
     files = {str(ROOT / "tests" / file) for suite in SUITES.values() for file in suite}
-    pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", f"--rootdir={ROOT}", *files])
+    pytest.main(["--collect-only", "-qq", *OPTIONS, *files])
     from transformers import GPT2LMHeadModel, LlamaForCausalLM  # noqa: F401  it imports lazily
 
     for name, module in [*sys.modules.items()]:
         place = getattr(module, "__file__", None) or str(getattr(module, "__path__", ""))
         if name != "__main__" and str(ROOT) in place and "site-packages" not in place:
             del sys.modules[name]
+    gc.freeze()  # pytest looks through all that is there when it ends
 
 
 def file_of(module: str) -> Path:
@@ -107,29 +94,26 @@ def file_of(module: str) -> Path:
     return ROOT / f"{module.replace('.', '/')}.py"
 
 
-def run_changed(name: str, arguments: list[str]) -> tuple[int, str]:
-    """Return pytest's exit status for a bug, and the name of the test that failed: a forked process
-    tests a module of the changed text.
-
-    Forked, since to import PyTorch takes longer than to kill a mutant.
-    """
+def try_bug(name: str) -> tuple[int, str]:
+    """Return pytest's exit status for a module of the changed text, and the name of the test that
+    killed the bug. First to be tried is the test that killed it before; if it doesn't, all tests
+    that are enough are run."""
     module = BUGS[name].path.stem
     path = file_of(module)
     text = BUGS[name].changed(path.read_text("utf-8"))
-    code = compile(text, name, "exec")  # before the fork: a child that fails counts as killed
-    with TemporaryDirectory() as folder:
-        failed = Path(folder) / "failed"
-        failed.touch()
-        pid = os.fork()
-        if pid == 0:
-            spec = importlib.util.spec_from_loader(module, loader=None)
-            sys.modules[module] = importlib.util.module_from_spec(spec)
-            sys.modules[module].__file__ = str(path)
-            exec(code, sys.modules[module].__dict__)
-            options = ["-x", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
-            os._exit(pytest.main([*options, *arguments], plugins=[FailedTest(failed)]))
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        return status, failed.read_text("utf-8")
+    spec = importlib.util.spec_from_loader(module, loader=None)
+    sys.modules[module] = importlib.util.module_from_spec(spec)
+    sys.modules[module].__file__ = str(path)
+    exec(compile(text, name, "exec"), sys.modules[module].__dict__)
+    failed, status = FailedTest(), pytest.ExitCode.OK
+    killer = read_killers(FOLDER).get(name)
+    if killer:
+        status = pytest.main(["-x", *OPTIONS, str(ROOT / killer)], plugins=[failed])
+    if status != pytest.ExitCode.TESTS_FAILED:
+        longest = max((start for start in ENOUGH if name.startswith(start)), key=len)
+        tests = [str(ROOT / "tests" / file) for file in SUITES[module]]
+        status = pytest.main(["-x", *OPTIONS, "-k", ENOUGH[longest], *tests], plugins=[failed])
+    return int(status), failed.name
 
 
 def test_there_are_bugs_of_every_file_and_each_fits_it() -> None:
@@ -142,15 +126,15 @@ def test_there_are_bugs_of_every_file_and_each_fits_it() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_the_suite_kills_every_mutant(tmp_path: Path) -> None:
-    from tests.helpers import in_halves  # which imports what is mutated
-
-    results = in_halves(__file__, [*BUGS], tmp_path)
+    path = tmp_path / "results.json"  # of a process which has not computed yet and can fork
+    subprocess.run([sys.executable, __file__, *BUGS, "--json", path], check=True, timeout=1200)
+    results = json.loads(path.read_text("utf-8"))
     # 0: it survives; others: its tests didn't run
     assert {name: status for name, (status, _) in results.items() if status != 1} == {}
     assert len(results) == len(BUGS)
 
 
-if __name__ == "__main__":  # in a process of its own, which has not computed yet and can fork
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Test planted bugs, by their names.")
     parser.add_argument("names", nargs="+", choices=BUGS, metavar="NAME")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the results are written")
@@ -161,7 +145,9 @@ if __name__ == "__main__":  # in a process of its own, which has not computed ye
     torch.set_num_threads(1)
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # whatever else is installed
     preload()
-    results = run_each(args.names)
+    # A fork for each bug, since to import PyTorch takes longer than to kill one.
+    with get_context("fork").Pool(2, maxtasksperchild=1) as pool:
+        results = dict(zip(args.names, pool.map(try_bug, args.names, 1), strict=True))
     for name, (status, test) in results.items():
         print(f"{name}: {status} ({MEANING.get(status, 'its tests did not run')}) {test}".rstrip())
     if args.json:

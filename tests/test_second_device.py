@@ -15,12 +15,11 @@ from tests.pretended_device import pretended
 # LLAMA stands for a folder with a small random Llama, and STUDENT for a narrower one
 RUNS = [
     "gpt_kv_cache --compare",
-    "gpt_bounded_cache --memory bct",
     "load_gpt2_weights LLAMA",
     *(
         pytest.param(command, marks=pytest.mark.slow)
         for command in (
-            "gpt_bounded_cache --memory sinks --slots 10",
+            "gpt_bounded_cache --memory bct",
             "overfill write --policy dropout:4:0.0001 --student pocket-student-dropout",
             "paged serve FILE --model LLAMA",
             "speculate write --draft 4 --teacher LLAMA --student STUDENT",
@@ -28,7 +27,7 @@ RUNS = [
             # two tokens: rounding makes longer texts differ in bfloat16, where a CPU has kernels of its own
             "llama_kv_cache --dtype bfloat16 --model LLAMA --max-new-tokens 2",
             "overfill write --policy probe:4:0.01 --teacher LLAMA --student STUDENT",
-            "recycle --model LLAMA",
+            "recycle --model LLAMA --max-new-tokens 2",
             "projector ask 'Name the river that Hexley stands on.'",
         )
     ),
@@ -77,7 +76,7 @@ def test_a_script_prints_the_same(
     for word, path in places.items():
         command = command.replace(word, str(path))
     if not command.startswith(("load", "compress")) and "--max-new-tokens" not in command:
-        command += " --max-new-tokens 12"
+        command += " --max-new-tokens 6"
     expected = printed(f"{command} --device cpu")
     request.getfixturevalue("second")
     assert printed(command) == expected

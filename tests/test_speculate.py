@@ -42,16 +42,12 @@ def student(kind: str) -> nn.Module:
 
 
 # with a context of 40 tokens
-@pytest.mark.parametrize(("n_prompt", "k"), [(1, 3), (9, 45), (39, 8), (70, 8)])
+@pytest.mark.parametrize(("n_prompt", "k"), [(1, 3), (9, 45), (70, 8)])
 def test_a_verified_draft_is_the_teachers_own_text(teacher, student, n_prompt: int, k: int) -> None:
     ids = prompts(T=n_prompt)
     expected = torch.cat(list(generate(teacher, ids, 45)), 1)
-    for drafting_model, drafter in [
-        (student, draft_by_student),
-        (teacher, draft_by_student),
-        (student, draft_from_text),
-    ]:
-        pair = Pair(teacher, drafting_model, ids)
+    for drafter in (draft_by_student, draft_from_text):
+        pair = Pair(teacher, student, ids)
         assert torch.equal(torch.cat(list(speculate(pair, 45, k, drafter)), 1), expected)
         assert torch.equal(pair.ids[:, n_prompt:], expected)
         assert all(map(torch.equal, pair.teacher_cache.layers, pair.student_cache.layers)), (
@@ -148,7 +144,7 @@ def test_sampled_texts_have_the_teachers_distribution() -> None:
     for a, b, c in product(range(4), repeat=3):
         nats = token_losses(teacher, [*ids[0].tolist(), a, b, c])[-3:].sum()
         expected[a, b, c] = (-nats).exp()
-    generator, counts, draws = torch.Generator().manual_seed(0), torch.zeros(4, 4, 4), 400
+    generator, counts, draws = torch.Generator().manual_seed(0), torch.zeros(4, 4, 4), 300
     for _ in range(draws):
         options = {"temperature": 1.0, "generator": generator}
         pair = Pair(teacher, student, ids)
@@ -179,12 +175,12 @@ def test_a_bare_run_writes_the_teachers_texts_and_says_what_drafts_cost() -> Non
         assert passes["drafts of 16"] <= passes["drafts of 8"] < passes["drafts of 4"] < 500
 
 
-@pytest.mark.parametrize("by", ["student", "text"])
-def test_a_text_is_the_one_that_the_teacher_writes(by: str) -> None:
-    words = ["--prompt", "Notes:", "--max-new-tokens", 30]
+def test_a_text_is_the_one_that_the_teacher_writes() -> None:
+    words = ["--prompt", "Notes:", "--max-new-tokens", 12]
     alone = run(gpt_kv_cache.main, *words).out.split("\n\n[")[0]
-    text, figures = run(main, "write", *words, "--by", by).out.split("\n\n[", 1)
-    assert text == alone and "passes of the teacher for 29 tokens" in figures
+    for by in ("student", "text"):
+        text, figures = run(main, "write", *words, "--by", by).out.split("\n\n[", 1)
+        assert text == alone and "passes of the teacher for 11 tokens" in figures
 
 
 @pytest.mark.slow
