@@ -28,6 +28,14 @@ def command_line() -> CommandLine:
     return cli
 
 
+def test_a_prompt_comes_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file := tmp_path / "prompt.txt").write_text("\ufeffé\r\n\r\n", "utf-8", newline="")
+    for typed, place in (("a\n b\n", "-"), ("", str(file))):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+        with command_line().parse(["--prompt-file", place]) as args:
+            assert args.prompt == (typed or "é\n\n").removesuffix("\n")
+
+
 def test_defaults_of_the_command_line() -> None:
     drawn = []
     for words in ([], ["--seed", "0", "--dtype", "bfloat16"]):
@@ -64,14 +72,19 @@ HUGE = [2**32, 2**63, -(2**63), "9" * 5000, "nan"]  # for C's integers
         *product(["--max-new-tokens", "--top-k"], ["0", "1.5"]),
         ("--seed", "-1"),
         ("--prompt", os.fsdecode(b"caf\xe9")),  # no text
+        *product(["--prompt-file"], [os.devnull, "nothing.txt", "-"]),
         ("--dtype", "int8"),
         ("--device", "tpu"),
         ("--nonsense", "1"),
     ],
 )
 def test_bad_arguments_are_one_sentence(
-    option: str, value: object, capsys: pytest.CaptureFixture[str]
+    option: str,
+    value: object,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
     with pytest.raises(SystemExit) as ended, command_line().parse([f"{option}={value}"]):
         pass
     message = capsys.readouterr().err
@@ -81,6 +94,7 @@ def test_bad_arguments_are_one_sentence(
 
 ENDS = {
     ValueError("two\nlines"): "two lines",
+    ValueError(f"\x1b[1m\x9b\0{'x' * 9999}"): r"\x1b[1m\x9b\x00xx",
     FileNotFoundError("no x"): "no x",
     OSError(errno.ENOSPC, "full"): "full",
 }
@@ -92,16 +106,17 @@ def test_errors_in_the_body(error: Exception, capsys: pytest.CaptureFixture[str]
         raise error
     assert ended.value.code == 2
     assert ENDS[error] in (message := capsys.readouterr().err) and message.count("\n") == 1
+    assert len(message) < 1100
 
 
-def test_a_standard_output_of_ascii_shows_other_characters_by_number(
+def test_a_standard_output_shows_what_it_cannot_print_and_control_characters_by_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii", errors="strict"))
     with command_line().parse([]):
-        print("é語\udcff")
-    assert raw.getvalue() == b"\\xe9\\u8a9e\\udcff\n"
+        print("é語\udcff\t\r\x1b[2J\x7f\x9b")
+    assert raw.getvalue() == b"\\xe9\\u8a9e\\udcff\t\\x0d\\x1b[2J\\x7f\\x9b\n"
 
 
 def test_an_interrupt_cleans_up_and_ends_with_130(capsys: pytest.CaptureFixture[str]) -> None:
