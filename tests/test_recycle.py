@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import tiktoken
 import torch
 
 import gpt_kv_cache
@@ -57,7 +56,7 @@ def written(tokens) -> list[int]:
 def test_recycled_identity_with_cold(tmp_path: Path, kind: str) -> None:
     model, rng = tiny_model(kind=kind), random.Random(0)
     store = Store(model, tmp_path if kind == "GPT-2" else None)
-    for ids in texts(0, 8):
+    for ids in texts(0, 6):
         row, n = torch.tensor([ids]), rng.randint(1, 40)  # also past n_ctx = 32
         assert written(recycle(store, row, n)) == written(generate(model, row, n))
         if len(ids) + n <= 32:
@@ -182,32 +181,27 @@ def test_the_nearest_prompt_is_that_of_the_largest_dot_product(recycler: Recycle
     assert recycler.nearest_prompt("abc") == nearest and recycler.nearest_prompt("ab").text == "ab"
 
 
-@pytest.mark.parametrize(
-    ("stored", "asked", "reused"),
-    [
-        ("a", "abc", 1),
-        ("ab", "abc", 2),
-        ("abc", "ab", 0),  # r = 2 of k = 3
-        ("x", "abc", 0),
-        ("ab", "ab", 1),  # r = k, but a token is left to feed
-    ],
-)
-def test_the_nearest_prompt_is_reused_if_all_of_it_is_a_prefix(
-    recycler: Recycler, stored: str, asked: str, reused: int
-) -> None:
-    recycler.store_prompt(stored)
-    put(recycler.store, [0, 1, 2, 3])  # a longer prefix is of no use to the source's way
-    cache, ids = recycler.reusable_cache(asked), torch.tensor([Letters().encode(asked)])
-    assert len(cache) == reused
-    model = recycler.store.model
-    assert written(generate(model, ids, 5, cache=cache)) == written(generate(model, ids, 5))
+REUSED = {  # tokens, by the stored prompt and the new one
+    ("a", "abc"): 1,
+    ("ab", "abc"): 2,
+    ("abc", "ab"): 0,  # r = 2 of k = 3
+    ("x", "abc"): 0,
+    ("ab", "ab"): 1,  # r = k, but a token is left to feed
+}
 
 
-def test_a_prompt_that_does_not_fit_or_has_been_evicted_is_not_found(recycler: Recycler) -> None:
-    recycler.store_prompt("abc")
-    recycler.store.capacity = 1
+def test_the_nearest_prompt_is_reused_if_all_of_it_is_a_prefix(recycler: Recycler) -> None:
+    store, model = recycler.store, recycler.store.model
+    for (stored, asked), reused in REUSED.items():
+        store.clear()
+        recycler.store_prompt(stored)
+        put(store, [0, 1, 2, 3])  # a longer prefix is of no use to the source's way
+        cache, ids = recycler.reusable_cache(asked), torch.tensor([Letters().encode(asked)])
+        assert len(cache) == reused
+        assert written(generate(model, ids, 5, cache=cache)) == written(generate(model, ids, 5))
+    store.capacity = 1  # what doesn't fit, or has been evicted
     recycler.store_prompt("ab")
-    assert recycler.nearest_prompt("abc") is None and recycler.store.nbytes == 0
+    assert recycler.nearest_prompt("abc") is None and store.nbytes == 0
 
 
 # --- The published call ---------------------------------------------------------------------------------------------
@@ -252,19 +246,16 @@ def test_real_sentence_encoder(pocket: GPT) -> None:
     assert np.allclose(encoder(tests), recycling.recorded_encoder()(tests), atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("package", "words"),
-    [
+def test_an_encoder_that_cannot_be_had_is_one_sentence(
+    pocket: GPT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package, words in (
         (None, "all-MiniLM-L6-v2.*pip install sentence-transformers"),
         (SimpleNamespace(__spec__="there"), "can't download the encoder all-MiniLM-L6-v2 "),
-    ],
-)
-def test_an_encoder_that_cannot_be_had_is_one_sentence(
-    pocket: GPT, monkeypatch: pytest.MonkeyPatch, package: object, words: str
-) -> None:
-    monkeypatch.setitem(sys.modules, "sentence_transformers", package)
-    with pytest.raises((ValueError, OSError), match=words):
-        load_encoder("all-MiniLM-L6-v2", pocket, load_tokenizer("pocket"))
+    ):
+        monkeypatch.setitem(sys.modules, "sentence_transformers", package)
+        with pytest.raises((ValueError, OSError), match=words):
+            load_encoder("all-MiniLM-L6-v2", pocket, load_tokenizer("pocket"))
 
 
 # --- The scripts ----------------------------------------------------------------------------------------------------
@@ -291,10 +282,7 @@ def test_bare_run_shows_every_way_and_writes_the_sources_files(tmp_path: Path, m
     for i, row in enumerate(recycled):
         assert row["prompt"] == cold[i // 3]["prompt"]
         assert row["output"] == cold[i // 3]["output"] or row["way"] == "published"
-    compared = read_csv(folder / "comparison.csv", "baseline_latency_s", "speedup_percent")
-    for row in compared:
-        before, after = float(row["baseline_latency_s"]), float(row["recycled_latency_s"])
-        assert float(row["speedup_percent"]) == pytest.approx(100 * (before - after) / before)
+    assert len(read_csv(folder / "comparison.csv", "baseline_latency_s", "speedup_percent")) == 21
     assert all((folder / name).stat().st_size > 9000 for name in ("latency.png", "speedup.png"))
 
 
@@ -319,7 +307,7 @@ def tiny_trial(tests: list[str]) -> recycling.Trial:
 
 
 def test_in_the_sources_order_all_cold_runs_come_first_and_what_is_stored_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     texts = ["Notes: a goat", "Question: who?"]
     trial = tiny_trial([f"{text} And?" for text in texts])
@@ -328,12 +316,8 @@ def test_in_the_sources_order_all_cold_runs_come_first_and_what_is_stored_next(
     monkeypatch.setattr(
         trial.recycler, "store_prompt", lambda text: events.append("store") or add(text)
     )
-    found = trial.store_and_answer(texts, "source", 3)
+    trial.store_and_answer(texts, "source", 3)
     assert events == ["cold"] * 2 + ["store"] * 2 + ["published"] * 2 + ["recycled"] * 2
-    rows = Rows("recycling", tmp_path, no_verdict_reason="trial")
-    recycling.add_answers(rows, trial, found, {"model": "x"})
-    answers, depth = (rows.figure("recycled", metric, model="x") for metric in ("answers", "depth"))
-    assert answers.value == 2 and 0.4 < depth.value < 1
     assert tiny_trial(["Question: what?"]).unrelated_prompts(texts) == texts[:1]
     with pytest.raises(ValueError, match="exceed the context, 64"):
         tiny_trial(["goat " * 200])
@@ -341,21 +325,6 @@ def test_in_the_sources_order_all_cold_runs_come_first_and_what_is_stored_next(
 
 def test_alpha_is_the_slope_through_zero() -> None:
     assert recycling.slope(np.array([[0.2, 0.06], [0.5, 0.15]])) == pytest.approx(0.3)
-
-
-@pytest.mark.parametrize("words", [[], ["--seed", "1"]])
-def test_a_run_that_differs_from_the_recorded_one_gives_no_verdict(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def answered(trial: recycling.Trial, *_: object) -> recycling.AnswersByWay:
-        made = [recycling.Answer([1], 1.0, 1.0, 0, 9)]
-        return {(way, text): made for way in recycling.WAYS for text in trial.tests}
-
-    monkeypatch.setattr(recycling.Trial, "store_and_answer", answered)
-    ran = run(recycling.main, "--out", tmp_path, *words)
-    assert ran.code == 0, ran.err
-    assert ("and no verdict" in ran.out) == bool(words) == ("HOLDS" not in ran.out)
-    assert (tmp_path / "rows.jsonl").exists() != bool(words)
 
 
 def reduced(folder: Path) -> dict[tuple[str, str], dict]:
@@ -476,21 +445,11 @@ def test_a_turn_of_a_dialogue_ends_with_the_end_of_text(pocket: GPT, capsys) -> 
 
 
 def test_a_special_token_that_is_typed_is_text(pocket: GPT) -> None:
-    own = load_tokenizer("pocket")
-    tokenizer = tiktoken.Encoding(
-        "pocket with another token",
-        pat_str=own._pat_str,
-        mergeable_ranks=own._mergeable_ranks,
-        special_tokens=own._special_tokens | {"<|im_end|>": own.n_vocab},
-    )
-    special, line = (
-        {*tokenizer._special_tokens.values()},
-        "a <|endoftext|><|im_end|> b<|endoftext|>",
-    )
+    tokenizer, line = load_tokenizer("pocket"), "a <|endoftext|><|im_end|> b<|endoftext|>"
     for form, ends in ((LINES, []), (DIALOGUE, [tokenizer.eot_token])):
         ids = Conversation(Store(pocket), tokenizer, 5, form).encode(line)
-        assert [token for token in ids if token in special] == ends
-        assert line in tokenizer.decode(ids) and ids[len(ids) - len(ends) :] == ends
+        assert line in tokenizer.decode(ids) and ids.count(tokenizer.eot_token) == len(ends)
+        assert ids[len(ids) - len(ends) :] == ends
 
 
 def test_an_answer_ends_with_any_of_the_end_tokens() -> None:
