@@ -442,6 +442,11 @@ def test_a_turn_of_a_dialogue_ends_with_the_end_of_text(pocket: GPT, capsys) -> 
     Conversation(store, tokenizer, 5, DIALOGUE).chat(["What is it?", "Where do you live?"])
     first = tokenizer.encode("What is it?<|endoftext|>", allowed_special="all")
     assert reused(capsys.readouterr().out)[1] > len(first) == found(store, first)
+    thinking = Conversation(store, tokenizer, 5, DIALOGUE._replace(after_thoughts=""))
+    thinking.chat([])
+    assert "stored is the text as it was read and written" in capsys.readouterr().out
+    encode = tokenizer.encode
+    assert thinking.past_answer(encode("Hm.</think>\n\nYes")) == encode("Yes")
 
 
 def test_a_special_token_that_is_typed_is_text(pocket: GPT) -> None:

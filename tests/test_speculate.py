@@ -59,7 +59,7 @@ def test_a_verified_draft_is_the_teachers_own_text(teacher, student, n_prompt: i
         )
 
 
-@pytest.mark.parametrize("vocab_size", [50, 43, 61])  # padded to another size than the teacher's 50
+@pytest.mark.parametrize("vocab_size", [43, 61])  # padded to another size than the teacher's 50
 def test_a_student_of_another_geometry_drafts_from_its_own_cache(teacher, vocab_size: int) -> None:
     other = model_of(replace(teacher.config, n_layer=2, head_dim=8, vocab_size=vocab_size), 5)
     pair = Pair(teacher, other, prompts() % 43)
