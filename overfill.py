@@ -72,7 +72,8 @@ class Reading(NamedTuple):
 
 class RefreshedPair(Pair):
     """A pair whose student writes, and whose teacher refreshes the student's cache. If their
-    geometries differ, a refresh leaves that cache as it is."""
+    geometries differ, a refresh leaves that cache as it is. Raises ValueError if the vocabularies
+    differ."""
 
     def __init__(
         self,
@@ -82,6 +83,12 @@ class RefreshedPair(Pair):
         new_cache: Callable[[], KVCache] = KVCache,
     ) -> None:
         super().__init__(teacher, student, ids, new_cache)
+        teacher_vocab, student_vocab = teacher.config.vocab_size, student.config.vocab_size
+        if teacher_vocab != student_vocab:
+            raise ValueError(
+                f"teacher and student must share a vocabulary, but have {teacher_vocab:,} and "
+                f"{student_vocab:,} tokens"
+            )
         self.newest_reading: Reading | None = None  # the teacher's, of the newest token
         self.written = 0  # tokens after the prompt that the student has read
         none = torch.zeros_like(ids[:, 0])  # (B,), the shape of each of these counts:

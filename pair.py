@@ -81,13 +81,7 @@ class Pair:
         ids: Tensor,
         new_cache: Callable[[], KVCache] = KVCache,
     ) -> None:
-        """ids: prompts (B, T) of equal length. Raises ValueError if the vocabularies differ."""
-        teacher_vocab, student_vocab = teacher.config.vocab_size, student.config.vocab_size
-        if teacher_vocab != student_vocab:
-            raise ValueError(
-                f"teacher and student must share a vocabulary, but have {teacher_vocab:,} and "
-                f"{student_vocab:,} tokens"
-            )
+        """ids: prompts (B, T) of equal length."""
         self.teacher, self.student, self.ids, self.new_cache = teacher, student, ids, new_cache
         self.same_geometry = not geometry_difference(teacher, student)
         self.n_ctx = min(teacher.config.n_ctx, student.config.n_ctx)
@@ -106,7 +100,13 @@ class Pair:
         if self.same_geometry:
             self.copy_teacher_cache(0)
         else:
-            self.student(self.ids[:, self.cached_from :], self.student_cache, last_only=True)
+            self.student(self.unread_by_student(), self.student_cache, last_only=True)
+
+    def unread_by_student(self) -> Tensor:
+        """Return the tokens (B, T) that the student hasn't read. One that its vocabulary lacks is its last one: a
+        vocabulary may be padded to fewer ids than the teacher's."""
+        unread = self.ids[:, self.cached_from + len(self.student_cache) :]
+        return unread.clamp(max=self.student.config.vocab_size - 1)
 
     def copy_teacher_cache(self, first: int) -> None:
         """Replace the student's cache, from index `first` on, by a copy of the teacher's."""

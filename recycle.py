@@ -34,6 +34,7 @@ from formats.chat import (
     ChatForm,
     beginning_tokens,
     chat_form,
+    encode_conversation,
     encode_in_form,
     has_chat_form,
 )
@@ -52,8 +53,9 @@ from support.timing import TimedText, run_in_turns, time_call, time_text
 from support.tracing import Trace
 
 DATA = Path(__file__).resolve().parent / "data"
-LINES = ChatForm("", "Question: {}\nAnswer:", "\n")  # for models without a form of their own
-DIALOGUE = ChatForm("", f"{{}}{END_OF_TEXT}", END_OF_TEXT)  # DialoGPT's
+# For models without a form of their own: an answer ends with its line.
+LINES = ChatForm("Question: {}\nAnswer:", "Question: {}\nAnswer:")
+DIALOGUE = ChatForm(f"{{}}{END_OF_TEXT}", f"{END_OF_TEXT}{{}}{END_OF_TEXT}")  # DialoGPT's
 
 
 def prefilled_cache(model: nn.Module, ids: Sequence[int]) -> KVCache:
@@ -88,7 +90,8 @@ def recycle(store: Store, ids: Tensor, max_new_tokens: int, **options: object) -
     finally:  # also if the caller stops early, or a pass is interrupted
         start = context_start(len(text) - 1, n_ctx)
         restarted = not waiting and context_start(len(text), n_ctx) > start
-        if not restarted and len(text) - start - len(cache) <= 1:
+        whole = not restarted and len(text) - start - len(cache) <= 1
+        if whole and not sys.is_finalizing():  # then torch and SQLite work no more
             store.put(text[start:], cache)
 
 
@@ -111,8 +114,8 @@ class Recycler:
     ensures that all cached KVs correspond exactly to the first k tokens" (section 3.1).
 
     encoder: turns N texts into unit vectors (N, C), as support.encoders.load_encoder() returns it.
-    All prompts of a store must be encoded by the same one. form: of a prompt, with {} in the place
-    of the text; what follows the text is left out of stored prompts.
+    All prompts of a store must be encoded by the same one. form: of a prompt, with what begins every
+    text, and {} in the place of this one; what follows it is left out of stored prompts.
     """
 
     store: Store
@@ -123,15 +126,11 @@ class Recycler:
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a prompt to store, up to the end of its text."""
         before, _, _ = self.form.partition("{}")
-        return self.encode_in(before + "{}", text)
+        return encode_in_form(before + "{}", text, self.tokenizer)
 
     def encode_new(self, text: str) -> list[int]:
         """Return the tokens of a new prompt."""
-        return self.encode_in(self.form, text)
-
-    def encode_in(self, form: str, text: str) -> list[int]:
-        """Return the tokens of a text in a form."""
-        return beginning_tokens(self.tokenizer) + encode_in_form(form, text, self.tokenizer)
+        return encode_in_form(self.form, text, self.tokenizer)
 
     def store_prompt(self, text: str) -> None:
         """Store a prompt: its text, its ids, its cache and its embedding. "We run a single forward
@@ -503,7 +502,10 @@ class Conversation:
     """A conversation in turns, each a question and its answer. Each turn reuses the stored cache of
     all turns before it.
 
-    form: how the model expects a conversation, or LINES. The header stays when turns are forgotten.
+    form: how the model expects a conversation. The store keeps the texts that were read and written;
+    what the form changes in a turn once another follows is read again. compare: read each text once
+    more, without reuse, and say how long this takes. Raises ValueError if the form takes a single
+    question.
     """
 
     store: Store
@@ -511,31 +513,36 @@ class Conversation:
     max_new_tokens: int
     form: ChatForm = LINES
     trace: Trace | None = None
+    compare: bool = False
 
     def __post_init__(self) -> None:
+        if not self.form.later:
+            raise ValueError("the model's chat template takes single questions, no conversation")
         self.end_tokens = end_tokens_of(self.tokenizer)
-        self.header = beginning_tokens(self.tokenizer)
-        self.header += encode_in_form(self.form.header, "", self.tokenizer)
-        self.turns: list[list[int]] = []
+        self.answers_end_lines = self.form.later == LINES.later
+        self.turns: list[tuple[str, list[int]]] = []  # questions, and the tokens of their answers
         self.tokens = 0  # of all questions so far, each with the turns before it
         self.reused_tokens = 0
 
     def chat(self, lines: Iterable[str]) -> None:
         """Answer line by line and print what reuse saved: after every answer, and for all turns at
-        the end. To measure this, the whole text is read once more, without reuse, after every
-        answer."""
+        the end."""
         half = self.store.model.config.n_ctx // 2
+        if self.form.past or self.form.after_thoughts is not None:
+            print(
+                "[this model's form changes an answered turn, such as by dropping its thoughts: what is "
+                "stored is the text as it was read and written, and what has changed is read again]"
+            )
         prefilled_cache(self.store.model, [self.tokenizer.eot_token])  # a first pass is slow
         for line in lines:
-            question = self.encode_question(line)
-            length = len(self.header) + len(question)
+            question = line.strip()
+            length = len(encode_conversation(self.form, [], question, self.tokenizer))
             if length + self.max_new_tokens > half:
                 print(
                     f"[{length} tokens and an answer of {self.max_new_tokens} don't fit in half "
                     f"the context, {half}]"
                 )
                 continue
-            self.forget_oldest(question)
             self.answer(question)
         if self.tokens:
             tokens_read = self.tokens - self.reused_tokens
@@ -544,31 +551,26 @@ class Conversation:
             self.trace.write()
             print(f"[step by step: {self.trace.path}]")
 
-    def encode_question(self, line: str) -> list[int]:
-        """Return the tokens of a line that was typed, up to where its answer begins."""
-        return encode_in_form(self.form.question, line.strip(), self.tokenizer)
-
-    def forget_oldest(self, question: list[int]) -> None:
-        """If all turns, the question and its answer exceed the context, forget the oldest turns
-        until the tokens to read fit in half the context."""
-        n_ctx = self.store.model.config.n_ctx
-        length = len(self.header) + sum(map(len, self.turns)) + len(question)
-        if length + self.max_new_tokens <= n_ctx:
-            return
-        forgotten = 0
-        while length > n_ctx // 2:
-            length -= len(self.turns.pop(0))
-            forgotten += 1
+    def encode(self, question: str) -> list[int]:
+        """Return the tokens of all turns and a question, up to where its answer begins. If they and
+        the answer exceed the context, forget the oldest turns until the tokens to read fit in half
+        the context."""
+        n_ctx, n_turns = self.store.model.config.n_ctx, len(self.turns)
+        ids = encode_conversation(self.form, self.turns, question, self.tokenizer)
+        if len(ids) + self.max_new_tokens <= n_ctx:
+            return ids
+        while len(ids) > n_ctx // 2:
+            del self.turns[0]
+            ids = encode_conversation(self.form, self.turns, question, self.tokenizer)
         print(
-            f"[the context of {n_ctx} tokens is full: the oldest {forgotten} turns are forgotten, "
-            "and the others read again]"
+            f"[the context of {n_ctx} tokens is full: the oldest {n_turns - len(self.turns)} turns are "
+            "forgotten, and the others read again]"
         )
+        return ids
 
-    def answer(self, question: list[int]) -> None:
+    def answer(self, question: str) -> None:
         """Write the answer to a question, print it and what reuse saved, and keep both as a turn."""
-        ids = [*self.header]
-        for turn in [*self.turns, question]:
-            ids += turn
+        ids = self.encode(question)
         started = time.perf_counter()
         cache = self.store.get(ids)
         reused, answer, first_token_seconds = len(cache), [], 0.0
@@ -583,14 +585,21 @@ class Conversation:
         text = [token for token in answer if token not in self.end_tokens]
         print(self.tokenizer.decode(text).strip())
         self.store.put([*ids, *answer], cache)
-        self.turns.append(question + self.with_end_of_turn(answer))
+        self.turns.append((question, self.past_answer(text)))
         self.tokens += len(ids)
         self.reused_tokens += reused
-        cold_seconds, _ = time_call(lambda: prefilled_cache(self.store.model, ids))
-        print(
-            f"[reused {reused} of {len(ids)} tokens; first token after {1e3 * first_token_seconds:.1f} "
-            f"ms, without reuse {1e3 * cold_seconds:.1f} ms]\n"
-        )
+        said = f"reused {reused} of {len(ids)} tokens; first token after {1e3 * first_token_seconds:.1f} ms"
+        if self.compare:
+            cold_seconds, _ = time_call(lambda: prefilled_cache(self.store.model, ids))
+            said += f", without reuse {1e3 * cold_seconds:.1f} ms"
+        if len(answer) == self.max_new_tokens and not self.is_end(answer[-1]):
+            said += f"; cut off after {len(answer)} tokens: --max-new-tokens gives more"
+        print(f"[{said}]\n")
+
+    def is_end(self, token: int) -> bool:
+        """Return whether a token ends an answer."""
+        ends_line = self.answers_end_lines and "\n" in self.tokenizer.decode([token])
+        return ends_line or token in self.end_tokens
 
     def generate_answer(self, ids: list[int], cache: KVCache) -> Iterator[int]:
         """Yield the tokens after a text up to the end of the answer."""
@@ -598,17 +607,17 @@ class Conversation:
         prompt = torch.tensor([ids], device=model.wte.weight.device)
         for token in generate(model, prompt, self.max_new_tokens, stop_ids=ends, cache=cache):
             yield int(token)
-            if self.form is LINES and "\n" in self.tokenizer.decode([int(token)]):
+            if self.is_end(int(token)):
                 return
 
-    def with_end_of_turn(self, answer: list[int]) -> list[int]:
-        """Return an answer with the end of its turn, whether it was written or cut off."""
-        if self.form is LINES:
-            ended = self.tokenizer.decode(answer[-1:]).endswith("\n")
-        else:
-            ended = False
-            answer = [token for token in answer if token not in self.end_tokens]
-        return answer if ended else answer + encode_in_form(self.form.end, "", self.tokenizer)
+    def past_answer(self, answer: list[int]) -> list[int]:
+        """Return the tokens of an answer in the turns that follow it: those that were written, unless
+        the form drops its thoughts."""
+        text = self.tokenizer.decode(answer)
+        if self.answers_end_lines and not text.endswith("\n"):
+            return answer + encode_in_form("\n", "", self.tokenizer)
+        kept = self.form.past_answer(text)
+        return answer if kept == text else encode_in_form("{}", kept, self.tokenizer)
 
 
 def conversation_form(model: str, tokenizer: tiktoken.Encoding, system: str = "") -> ChatForm:
@@ -620,14 +629,18 @@ def conversation_form(model: str, tokenizer: tiktoken.Encoding, system: str = ""
         raise ValueError(
             f"{model} has no form for a system prompt: --system needs an Instruct model"
         )
-    return DIALOGUE if "DialoGPT" in model else LINES
+    form = DIALOGUE if "DialoGPT" in model else LINES
+    beginning = tokenizer.decode(beginning_tokens(tokenizer))
+    return form._replace(first=beginning + form.first)
 
 
 def prompt_form(model: str, tokenizer: tiktoken.Encoding) -> str:
     """Return the form of a single prompt, with {} in the place of the text, which stands alone for
     models that only continue a text."""
     form = conversation_form(model, tokenizer)
-    return "{}" if form is LINES else form.header + form.question
+    if form.later == LINES.later:
+        return form.first.removesuffix(LINES.first) + "{}"
+    return form.first
 
 
 def typed_lines(lines: Iterable[str]) -> Iterator[str]:
@@ -687,6 +700,11 @@ def main(argv: list[str] | None = None) -> None:
         metavar="BYTES",
         help="most bytes to keep on disk or in memory",
     )
+    talk.add_argument(
+        "--compare",
+        action="store_true",
+        help="read each turn's whole text once more, without reuse: how long does that take?",
+    )
     talk.add_options("--system", "--trace")
     with cli.parse(argv) as args:
         model = load_model(args.model, device=args.device, dtype=args.dtype)
@@ -711,7 +729,9 @@ def main(argv: list[str] | None = None) -> None:
         store = Store(model, None if args.fresh else args.store, args.capacity)
         no_ids = torch.empty(1, 0, dtype=torch.long)
         trace = Trace(args.trace, tokenizer, model, no_ids) if args.trace else None
-        conversation = Conversation(store, tokenizer, args.max_new_tokens, form, trace)
+        conversation = Conversation(
+            store, tokenizer, args.max_new_tokens, form, trace, args.compare
+        )
         conversation.chat(typed_lines(sys.stdin))
 
 

@@ -7,7 +7,8 @@ A teacher reads k tokens in hardly more time than one, since reading its weights
 cheaper guesses the next k tokens, and the teacher predicts all of them in one pass. The tokens up to the first
 disagreement stay, the teacher's own token follows, and both caches are cut back to that point. This costs the teacher
 as much as a refresh after every burst of k (overfill.py), but nothing is approximate: greedy text is the teacher's
-own, token for token up to rounding; sampled text has the teacher's distribution, whatever the drafts are.
+own, token for token up to rounding; sampled text has the teacher's distribution, whatever the drafts are. The two
+need one tokenizer; their vocabularies may be padded to different sizes.
 
 Shapes: k tokens of a draft, V vocabulary. One text at a time: several would agree at different lengths.
 
@@ -60,16 +61,16 @@ Drafter = Callable[[Pair, int, Choose], Draft]
 
 
 def draft_by_student(pair: Pair, k: int, choose: Choose) -> Draft:
-    """Let the student write k tokens."""
-    unread = pair.ids[:, pair.cached_from + len(pair.student_cache) :]
+    """Let the student write k tokens, of those that both vocabularies have."""
+    unread, vocab_size = pair.unread_by_student(), pair.teacher.config.vocab_size
     tokens = [pair.ids[:, :0]]
-    distributions = [torch.empty(0, pair.student.config.vocab_size)]
+    distributions = [torch.empty(0, vocab_size)]
     for _ in range(k):
-        logits = pair.student(unread, pair.student_cache, last_only=True)[:, -1]
+        logits = pair.student(unread, pair.student_cache, last_only=True)[:, -1, :vocab_size]
         token, distribution = choose(logits)
         unread = token.to(pair.ids.device)
         tokens.append(unread)
-        distributions.append(distribution)
+        distributions.append(F.pad(distribution, (0, vocab_size - distribution.size(1))))
     return Draft(torch.cat(tokens, 1), torch.cat(distributions))
 
 
@@ -222,13 +223,12 @@ def speculate(
         else:
             room = pair.cached_from + pair.n_ctx - text_length
             draft = drafter(pair, min(k, left - 1, room), choose)
-            new = verify_draft(pair, draft, to_probabilities, generator)
-            new = cut_after(new, stop_ids)
-            accepted = new.size(1) - 1
-            cut_caches(pair, text_length + accepted - pair.cached_from, first_new)
+            verified = verify_draft(pair, draft, to_probabilities, generator)
+            new = cut_after(verified, stop_ids)
+            cut_caches(pair, text_length + new.size(1) - 1 - pair.cached_from, first_new)
             counts.passes += 1
             counts.drafted += draft.tokens.size(1)
-            counts.accepted += accepted
+            counts.accepted += min(verified.size(1) - 1, new.size(1))
         pair.ids = torch.cat([pair.ids, new], 1)
         left -= new.size(1)
         yield from new.split(1, 1)

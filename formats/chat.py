@@ -2,30 +2,46 @@
 tokens tell which one it uses."""
 
 import argparse
+import json
 import re
 from collections.abc import Sequence
 from datetime import datetime
-from typing import NamedTuple, NoReturn
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
 import tiktoken
-from jinja2 import TemplateError
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from support.prefix import common_prefix_length
+from support.printing import end_tokens_of
 
 
 class ChatForm(NamedTuple):
-    """The form of a conversation: what begins it, a question up to where its answer begins, with {} in the place of the
-    text, and what ends an answer."""
+    """The form of a conversation: the text up to the first answer, with what begins every text, and the text from the
+    end of an answer up to the next one, each with {} in the place of a question.
 
-    header: str
-    question: str
-    end: str
+    later: "" if the form takes a single question. past: the two texts as they are once another question follows, if
+    that changes them. after_thoughts: None if an earlier answer keeps its thoughts, else what stands in their place.
+    """
+
+    first: str
+    later: str = ""
+    past: tuple[str, str] | None = None
+    after_thoughts: str | None = None
+
+    def past_answer(self, text: str) -> str:
+        """Return what stays of an answer once another question follows."""
+        _, thoughts_end, rest = text.rpartition("</think>")
+        if self.after_thoughts is None or not thoughts_end:
+            return text
+        return self.after_thoughts + rest.lstrip("\n")
 
 
 class FixedForm(NamedTuple):
     """A form whose header holds a system prompt: the header, with {} in its place, the system prompt that a model adds by
-    itself ("" if none), and the other parts of a ChatForm."""
+    itself ("" if none), a question up to where its answer begins, and what ends an answer."""
 
     header: str
     default_system: str
@@ -52,6 +68,8 @@ FIXED_FORMS = {
     ),
 }
 ANSWER = "An answer."
+THOUGHT = "A thought."
+LARGEST_PRODUCT = 10**8  # that a template may compute
 INSTRUCTION = "Read this text and answer the question after it with a few words."
 
 
@@ -63,58 +81,112 @@ def has_chat_form(tokenizer: tiktoken.Encoding) -> bool:
 
 
 def chat_form(tokenizer: tiktoken.Encoding, system: str = "") -> ChatForm:
-    """Return the form of a conversation that a model expects, with a system prompt if one is given. Raises ValueError if
-    the model has neither a template that says it, nor the tokens of FIXED_FORMS, or if the system prompt holds the name
-    of a control token."""
+    """Return the form of a conversation that a model expects, with a system prompt if one is given. From now on the
+    control token that ends an answer in this form ends a text. Raises ValueError if the model has neither a template
+    that says it, nor the tokens of FIXED_FORMS, or if the system prompt holds the name of a control token."""
     for name in ("{}", *sorted(tokenizer.special_tokens_set)):
         if name in system:
             raise ValueError(
                 f"the system prompt may not contain {name}, which stands for something else"
             )
     if getattr(tokenizer, "chat_template", None):
-        return template_form(tokenizer.chat_template, system)
+        form = template_form(tokenizer.chat_template, tokenizer.named_tokens, system)
+    else:
+        form = fixed_form(tokenizer, system)
+    after_answer = form.later.lstrip()
+    for name in sorted(tokenizer.added_ids, key=len, reverse=True):
+        if after_answer.startswith(name):
+            end = tokenizer.added_ids[name]
+            tokenizer.end_ids = tuple(dict.fromkeys([*end_tokens_of(tokenizer), end]))
+            break
+    return form
+
+
+def fixed_form(tokenizer: tiktoken.Encoding, system: str = "") -> ChatForm:
+    """Return the one of FIXED_FORMS whose token a tokenizer has. Raises ValueError if it has none."""
     for token, form in FIXED_FORMS.items():
         if token in tokenizer.special_tokens_set:
             system = system or form.default_system
             header = form.header.replace("{}", system) if system else ""
-            return ChatForm(header, form.question, form.end)
+            beginning = tokenizer.decode(beginning_tokens(tokenizer))
+            return ChatForm(beginning + header + form.question, form.end + form.question)
     raise ValueError(
         f"--chat needs a model whose tokens include {' or '.join(FIXED_FORMS)}: this one answers no questions"
+    )
+
+
+def template_form(template: str, named_tokens: dict[str, str], system: str = "") -> ChatForm:
+    """Return the form of a conversation that a template gives. named_tokens: those that it may use, such as bos_token.
+    Raises ValueError if the template is broken, or doesn't show the question once."""
+    before = [{"role": "system", "content": system}] if system else []
+    question = {"role": "user", "content": "{}"}
+    answer = {"role": "assistant", "content": ANSWER}
+    thinking = {"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"}
+    render = partial(rendered_messages, template, named_tokens)
+    first = render([*before, question])
+    if first.count("{}") != 1:
+        raise ValueError(f"the model's chat template shows a question {first.count('{}')} times")
+
+    def pieces(text: str) -> list[str]:
+        """Return what stands before, between and after the questions and answers."""
+        return re.split(rf"\{{\}}|{re.escape(ANSWER)}", text)
+
+    second = pieces(render([*before, question, answer, question]))
+    third = pieces(render([*before, question, answer, question, answer, question]))
+    expected = [*second[:2], *third[2:3], *second[1:2], *second[2:]]
+    if len(second) != 4 or third != expected:  # turns look alike only if none follows
+        return ChatForm(first)
+    later = "{}".join(second[2:])
+    past = ("{}".join(third[:2]), "{}".join(third[2:4]))
+    thoughts = render([*before, question, thinking, question]).partition(ANSWER)[0]
+    thoughts = thoughts.removeprefix(past[0])
+    return ChatForm(
+        first,
+        later,
+        past=None if past == (first, later) else past,
+        after_thoughts=None if THOUGHT in thoughts else thoughts,
     )
 
 
 def question_form(tokenizer: tiktoken.Encoding, system: str = "") -> str:
     """Return the form of a first question that a model expects, with {} in the place of the text. Raises ValueError as
     chat_form() does."""
-    form = chat_form(tokenizer, system)
-    return form.header + form.question
+    return chat_form(tokenizer, system).first
 
 
-def template_form(template: str, system: str = "") -> ChatForm:
-    """Return the form of a conversation that a template gives, without the token that begins every text. Raises
-    ValueError if the template is broken, or doesn't show the question once."""
-    before = [{"role": "system", "content": system}] if system else []
-    question = {"role": "user", "content": "{}"}
-    first = rendered_messages(template, [*before, question])
-    if first.count("{}") != 1:
-        raise ValueError(f"the model's chat template shows a question {first.count('{}')} times")
-    answered = [
-        {"role": "user", "content": "A question."},
-        {"role": "assistant", "content": ANSWER},
-    ]
-    later = rendered_messages(template, [*before, *answered, question]).rpartition(ANSWER)[2]
-    shared = first[len(first) - common_prefix_length(first[::-1], later[::-1]) :]
-    if "{}" not in shared:  # no later question: it looks different from the first
-        return ChatForm("", first, "")
-    return ChatForm(first.removesuffix(shared), shared, later.removesuffix(shared))
+class GenerationBlock(Extension):
+    """{% generation %} ... {% endgeneration %}, which marks answers for training, is what stands in it."""
+
+    tags = frozenset(("generation",))
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
 
 
-def rendered_messages(template: str, messages: Sequence[dict[str, str]]) -> str:
+class TemplateEnvironment(ImmutableSandboxedEnvironment):
+    """Runs a stranger's template: it reaches nothing but the messages, and products stay small."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        sizes = [len(value) if hasattr(value, "__len__") else value for value in (left, right)]
+        if abs(sizes[0] * sizes[1]) > LARGEST_PRODUCT:
+            raise TemplateError(f"{operator} makes more than {LARGEST_PRODUCT:,} of something")
+        return super().call_binop(context, operator, left, right)
+
+
+def rendered_messages(
+    template: str, named_tokens: dict[str, str], messages: Sequence[dict[str, str]]
+) -> str:
     """Return the text that a template makes of messages, up to where the next answer begins.
 
-    Source: apply_chat_template() of transformers, for the functions that a template may call."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    Source: apply_chat_template() of transformers, for what a template may use."""
+    environment = TemplateEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", GenerationBlock],
     )
 
     def raise_exception(message: str) -> NoReturn:
@@ -122,12 +194,15 @@ def rendered_messages(template: str, messages: Sequence[dict[str, str]]) -> str:
 
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = datetime.now().strftime
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    variables = {"bos_token": "", "eos_token": "", "tools": None, "documents": None} | named_tokens
     try:
         return environment.from_string(template).render(
-            messages=messages, add_generation_prompt=True, bos_token="", eos_token=""
+            messages=messages, add_generation_prompt=True, **variables
         )
-    except (TemplateError, TypeError) as error:
-        raise ValueError(f"the model's chat template can't be used: {error}") from error
+    except Exception as error:  # a template can raise whatever Python can
+        reason = str(error) if isinstance(error, TemplateError) else repr(error)
+        raise ValueError(f"the model's chat template can't be used: {reason:.200}") from error
 
 
 def encode_in_form(form: str, text: str, tokenizer: tiktoken.Encoding) -> list[int]:
@@ -148,11 +223,25 @@ def beginning_tokens(tokenizer: tiktoken.Encoding) -> list[int]:
     return tokenizer.encode("", allowed_special="all")
 
 
+def encode_conversation(
+    form: ChatForm,
+    turns: Sequence[tuple[str, list[int]]],
+    question: str,
+    tokenizer: tiktoken.Encoding,
+) -> list[int]:
+    """Return the tokens of a conversation up to where the next answer begins. turns: earlier questions, and the tokens
+    of their answers."""
+    ids: list[int] = []
+    first, later = form.past or form[:2]
+    for text, answer in turns:
+        ids += encode_in_form(later if ids else first, text, tokenizer) + answer
+    return ids + encode_in_form(form.later if ids else form.first, question, tokenizer)
+
+
 def encode_question(text: str, tokenizer: tiktoken.Encoding, system: str = "") -> list[int]:
     """Return the tokens of a question in the form that a model expects. Raises ValueError as
     chat_form() does."""
-    form = question_form(tokenizer, system)
-    return beginning_tokens(tokenizer) + encode_in_form(form, text, tokenizer)
+    return encode_in_form(question_form(tokenizer, system), text, tokenizer)
 
 
 def encode_prompt(prompt: str, tokenizer: tiktoken.Encoding) -> list[int]:

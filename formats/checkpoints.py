@@ -111,6 +111,7 @@ class Folder:
             return gpt2_tokenizer()
         tokenizer = read_tokenizer(path)
         tokenizer.chat_template = self.chat_template()
+        tokenizer.named_tokens = self.named_tokens()
         size, n_vocab = config["vocab_size"], tokenizer.n_vocab
         fits = n_vocab == size
         if path.name != TIKTOKEN_FILE:
@@ -154,6 +155,15 @@ class Folder:
         if templates is not None:
             check_fields({"chat_template": templates}, str(path), chat_template=str)
         return templates
+
+    def named_tokens(self) -> dict[str, str]:
+        """Return the tokens that a template may use, by name, such as bos_token."""
+        path, tokens = self.path / "tokenizer_config.json", {}
+        for name, token in read_json(path).items() if path.exists() else ():
+            text = token.get("content") if isinstance(token, dict) else token
+            if name.endswith("_token") and isinstance(text, str):
+                tokens[name] = text
+        return tokens
 
     def transformers_arguments(self) -> tuple[Path, dict[str, str]]:
         """Return how from_pretrained() of transformers is told to read the same model."""
@@ -219,6 +229,9 @@ class PublicModel(Folder):
 
     def chat_template(self) -> None:
         """Public models have one of the fixed forms."""
+
+    def named_tokens(self) -> dict[str, str]:
+        return {}
 
 
 def open_checkpoint(name_or_path: str) -> Folder | GGUFFile:

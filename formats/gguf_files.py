@@ -281,4 +281,8 @@ def read_gguf_tokenizer(path: Path) -> LibraryTokenizer:
     normalizer = {"type": "NFC"} if pre == "qwen2" else None
     tokenizer = byte_level_bpe(model, added, path, PRE_TOKENIZERS[pre], normalizer, first)
     tokenizer.chat_template = value(reader, "tokenizer.chat_template")
+    ids = {name: value(reader, f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
+    tokenizer.named_tokens = {
+        f"{name}_token": texts[i] for name, i in ids.items() if i in range(len(texts))
+    }
     return tokenizer

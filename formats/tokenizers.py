@@ -69,12 +69,14 @@ class Tokenizer:
     """What all tokenizers of models have in common, beside the methods of tiktoken.Encoding that are called here.
 
     added_ids: the tokens that are found in a text as a whole, by name; most are control tokens.
+    named_tokens: those that a chat template may use, by what it calls them, such as bos_token.
     end_ids: the tokens that end a text, each of them alone.
     chat_template: the form of a conversation, in Jinja; None if it isn't known.
     is_instruct: whether a model is known to answer questions in the form that its tokens say.
     """
 
     added_ids: dict[str, int]
+    named_tokens: dict[str, str]
     end_ids: tuple[int, ...] = ()
     chat_template: str | None = None
     is_instruct: bool = False

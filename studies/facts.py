@@ -21,7 +21,7 @@ def right_answers(memory: Memory, tokenizer: tiktoken.Encoding, quick: bool = Fa
     it must. A text is read once, CHUNK_LENGTH tokens at a time, and its questions are read on copies
     of that cache. quick: ask two questions about one text."""
     texts, right = read_texts(), []
-    device, end_ids = memory.wte.weight.device, end_tokens_of(tokenizer)
+    device = memory.wte.weight.device
     questions_by_text = read_questions()
     if quick:
         name, questions = questions_by_text.popitem()
@@ -30,6 +30,7 @@ def right_answers(memory: Memory, tokenizer: tiktoken.Encoding, quick: bool = Fa
         prompts = [
             encode_fact_question(texts[name], question.question, tokenizer) for question in asked
         ]
+        end_ids = end_tokens_of(tokenizer)  # with that of an answer, by now
         shared = min(common_prefix_length(prompts[0], prompt) for prompt in prompts)
         shared = min(shared, *(len(prompt) - 1 for prompt in prompts))
         cache = memory.make_cache(max(map(len, prompts)) + ANSWER_TOKENS)

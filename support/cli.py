@@ -7,13 +7,17 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TextIO
 
 import torch
 
-from support.files import import_file, writable_folder, writable_target
+from support.files import import_file, read_text, writable_folder, writable_target
+
+# Control characters but line feed and tab, and what is printed instead.
+CONTROL = {i: f"\\x{i:02x}" for i in (*range(9), *range(11, 32), *range(127, 160))}
+LONGEST_ERROR = 1000  # characters
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -23,6 +27,20 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         if action.default and not isinstance(action.default, type):
             return super()._get_help_string(action)
         return action.help
+
+
+class ShownOutput:
+    """A standard output that shows control characters by number: a terminal doesn't obey the escape
+    sequences in a stranger's tokens, templates and names."""
+
+    def __init__(self, output: TextIO) -> None:
+        self.output = output
+
+    def write(self, text: str) -> int:
+        return self.output.write(text.translate(CONTROL))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.output, name)
 
 
 class CommandLine(argparse.ArgumentParser):
@@ -50,9 +68,12 @@ class CommandLine(argparse.ArgumentParser):
         return [actions.add_parser(name, help=text, doc=text) for name, text in abouts.items()]
 
     def add_options(self, *names: str, **changes: Any) -> None:
-        """Add some of OPTIONS, with changes."""
+        """Add some of OPTIONS, with changes; beside --prompt, the option that reads it from a file."""
         for name in names:
-            self.add_argument(name, **OPTIONS[name] | changes)
+            either = self.add_mutually_exclusive_group()
+            either.add_argument(name, **OPTIONS[name] | changes)
+            if name == "--prompt":
+                either.add_argument("--prompt-file", **OPTIONS["--prompt-file"])
 
     def add_model_options(self, models: str, *more: str, option: str = "--model") -> None:
         """Add the option that names the model (args.model), those of DEVICE, and more of OPTIONS.
@@ -73,9 +94,9 @@ class CommandLine(argparse.ArgumentParser):
                 sys.stdout.reconfigure(errors="backslashreplace")
             try:
                 args = self.parsed(sys.argv[1:] if argv is None else argv)
-                with warnings.catch_warnings():
+                with warnings.catch_warnings(), redirect_stdout(ShownOutput(sys.stdout)):
                     warnings.showwarning = lambda message, *_: print(
-                        f"{self.prog}: {message}", file=sys.stderr
+                        f"{self.prog}: {message}".translate(CONTROL), file=sys.stderr
                     )
                     self.prepare(args)
                     yield args
@@ -122,7 +143,10 @@ class CommandLine(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print one sentence, and end with status 2."""
-        self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
+        sentence = " ".join(message.split()).translate(CONTROL)
+        if len(sentence) > LONGEST_ERROR:
+            sentence = f"{sentence[:LONGEST_ERROR]}..."
+        self.exit(2, f"{self.prog}: {sentence}\n")
 
 
 def flush_output() -> None:
@@ -202,6 +226,18 @@ def utf8(text: str) -> str:
     return text
 
 
+def prompt_file(text: str) -> str:
+    """Argument type: a file of text, or - for the standard input; the value is the text in it, without the end of its
+    last line."""
+    try:
+        prompt = sys.stdin.read() if text == "-" else read_text(Path(text))
+        if not prompt.strip():
+            raise ValueError(f"{text} holds no text")
+        return utf8(prompt.removesuffix("\n"))
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def cache_class(text: str) -> type:
     """Argument type: a Python file, which is run; the value is its class Cache."""
     path = Path(text).resolve()
@@ -246,6 +282,13 @@ OPTIONS = {
         "type": utf8,
         "metavar": "TEXT",
         "help": "text to continue",
+    },
+    "--prompt-file": {
+        "dest": "prompt",
+        "default": argparse.SUPPRESS,
+        "type": prompt_file,
+        "metavar": "FILE",
+        "help": "file that holds the text to continue; -: the standard input",
     },
     "--max-new-tokens": {
         "default": 250,

@@ -137,6 +137,7 @@ def test_a_text_ends_with_any_end_and_padding_is_no_token(tmp_path: Path) -> Non
     assert [ours.decode([i]) for i in ours.end_ids] == ["<|im_end|>", "<|endoftext|>"]
     assert ours.encode("[PAD0]") == library.encode("[PAD0]").ids
     assert "named SmolLM" in question_form(ours)
+    assert ours.named_tokens == {"eos_token": "<|im_end|>"}
 
 
 @pytest.mark.parametrize(

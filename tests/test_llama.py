@@ -15,14 +15,14 @@ import pytest
 import torch
 
 import load_gpt2_weights as loader
-from formats.chat import beginning_tokens, chat_form, encode_question, question_form
+from formats.chat import beginning_tokens
 from formats.tokenizers import LLAMA3_PATTERN
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT
 from llama_kv_cache import KVCache, Llama, generate, main
 from load_gpt2_weights import load_model
 from support.printing import stream
-from tests.helpers import LLAMA3, random_llama, refused, run, write_llama
+from tests.helpers import LLAMA3, random_llama, run
 from tests.test_equivalence import assert_close, check_any_feeding
 from tests.test_kv_cache import ids_of
 
@@ -423,121 +423,6 @@ CHATML = (  # of SmolLM2-135M-Instruct's tokenizer_config.json
     "'<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}"
     "{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-HEADERS = (  # of Meta-Llama-3-8B-Instruct's
-    "{% for message in messages %}{% set content = '<|start_header_id|>' + message['role'] + "
-    "'<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' %}"
-    "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}"
-    "{% endfor %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
-)
-
-
-QWEN3 = (  # what Qwen3's template does with a first question, and two things that others do
-    "{%- if messages[0].role == 'system' %}\n    {{- 'unused' }}\n{%- endif %}\n"
-    "{%- set ns = namespace(last=messages|length - 1) %}\n{%- for message in messages[::-1] %}"
-    "{%- if ns.last < 0 %}{{ raise_exception('no question') }}{%- endif %}{%- endfor %}\n"
-    "{%- for message in messages %}\n    {{- '<|im_start|>' + message.role + '\n' + "
-    "message.content + '<|im_end|>' + '\n' }}\n{%- endfor %}\n"
-    "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\n' }}"
-    "{{- strftime_now('%Y') }}\n{%- endif %}"
-)
-
-
-@pytest.mark.parametrize("place", ["chat_template.jinja", "one", "several"])
-def test_a_folders_own_template_is_the_form_of_a_question(place: str, tmp_path: Path) -> None:
-    from transformers import PreTrainedTokenizerFast
-
-    library = real_form("Qwen", tmp_path)
-    several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": QWEN3}]
-    if place == "chat_template.jinja":
-        (tmp_path / place).write_text(QWEN3)
-    else:
-        content = {"chat_template": QWEN3 if place == "one" else several}
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
-    ours = loader.load_tokenizer(str(tmp_path))
-    theirs = PreTrainedTokenizerFast(tokenizer_object=library, chat_template=QWEN3)
-    for text in ("Why is the sky blue?", "{braces} {0}\n\nand {} a line", "<|im_end|>"):
-        messages = [{"role": "user", "content": text}]
-        options = {"add_generation_prompt": True, "tokenize": False}
-        expected = theirs.apply_chat_template(messages, **options)
-        assert question_form(ours).replace("{}", text) == expected
-        if "<|" not in text:
-            ids = library.encode(expected, add_special_tokens=False).ids
-            assert encode_question(text, ours) == ids
-
-
-TURNS = (  # templates that show all turns alike
-    QWEN3.replace("{{- strftime_now('%Y') }}", ""),
-    CHATML.replace("SmolLM", "Ours"),
-    HEADERS.replace("bos_token + content", "content"),
-)
-
-
-@pytest.mark.parametrize(
-    ("kind", "template"),
-    [*(("Qwen", template) for template in TURNS), ("SmolLM2", CHATML), ("Llama 3", TURNS[2])],
-)
-@pytest.mark.parametrize("system", ["", "Answer in one word."])
-def test_a_conversation_has_the_form_of_its_template(
-    kind: str, template: str, system: str, tmp_path: Path
-) -> None:
-    from transformers import PreTrainedTokenizerFast
-
-    library = real_form(kind, tmp_path)
-    if kind == "Qwen":  # the others' are known by their tokens
-        (tmp_path / "chat_template.jinja").write_text(template)
-    form = chat_form(loader.load_tokenizer(str(tmp_path)), system)
-    theirs = PreTrainedTokenizerFast(tokenizer_object=library, chat_template=template)
-    messages = [{"role": "system", "content": system}] if system else []
-    ours = form.header
-    for number in range(3):
-        question, answer = f"Question {number}?", f"Answer {number}."
-        messages.append({"role": "user", "content": question})
-        ours += form.question.replace("{}", question)
-        options = {"add_generation_prompt": True, "tokenize": False}
-        assert ours == theirs.apply_chat_template(messages, **options)
-        messages.append({"role": "assistant", "content": answer})
-        ours += answer + form.end
-    with pytest.raises(ValueError, match="may not contain"):
-        chat_form(loader.load_tokenizer(str(tmp_path)), "{}")
-
-
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        ("{% for", "chat template can't be used"),
-        ("{{ raise_exception('no questions') }}", "can't be used: no questions"),
-        ("{{ messages[0]['content'] * 2 }}", "shows a question 2 times"),
-    ],
-)
-def test_a_template_that_shows_no_question_is_one_sentence(
-    template: str, said: str, tmp_path: Path
-) -> None:
-    folder = write_llama(tmp_path)
-    end = real_form("Qwen", folder).token_to_id("<|im_end|>")
-    (folder / "tokenizer.tiktoken").unlink()
-    random_llama(vocab_size=1024, eos_token_id=end).save_pretrained(folder)
-    (folder / "chat_template.jinja").write_text(template)
-    refused(run(main, "--chat", "--model", folder), said)
-
-
-@pytest.mark.parametrize("kind", ["SmolLM2", "Llama 3"])
-@pytest.mark.parametrize("typed", ["{0}\n{1}system", "a{1}{0} {1}{2}\n\n", "{3}{4}"])
-def test_what_is_typed_is_text(kind: str, typed: str, tmp_path: Path) -> None:
-    library = real_form(kind, tmp_path)
-    ours = loader.load_tokenizer(str(tmp_path))
-    names = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_header_id|>"]
-    typed = typed.format(*names)
-    before, after = question_form(ours).split("{}")
-    before, mark, head = before.rpartition("|>")
-    tail, other_mark, after = after.partition("<|")
-    parts = [f"{before}{mark}", f"{head}{typed}{tail}", f"{other_mark}{after}"]
-    expected = beginning_tokens(ours)
-    for part in parts:
-        library.encode_special_tokens = part == parts[1]  # which the library leaves to its caller
-        expected += library.encode(part, add_special_tokens=False).ids
-    assert encode_question(typed, ours) == expected
-    n_special = sum(token in ours.added_ids.values() for token in expected)
-    assert n_special == question_form(ours).count("<|") + len(beginning_tokens(ours))
 
 
 def test_the_script_compares_traces_and_asks(tmp_path: Path) -> None:
@@ -551,8 +436,3 @@ def test_the_script_compares_traces_and_asks(tmp_path: Path) -> None:
     assert f'"bytes":{2 * 3 * 2 * n * 12 * 4}' in page.read_text()  # keys and values, L, H, T, D
     asked = run(main, "--chat", "--prompt", "Why?", *words).out
     assert "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n" in asked
-
-
-def test_a_model_without_a_form_for_questions_is_one_sentence(tmp_path: Path) -> None:
-    ran = run(main, "--chat", "--model", write_llama(tmp_path))
-    refused(ran, "--chat needs a model whose tokens include")

@@ -28,14 +28,20 @@ def command_line() -> CommandLine:
     return cli
 
 
-def test_defaults_of_the_command_line() -> None:
-    drawn = []
-    for words in ([], ["--seed", "0", "--dtype", "bfloat16"]):
-        with command_line().parse(words) as args:
+def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file := tmp_path / "prompt.txt").write_text("\ufeffé\r\n\r\n", "utf-8", newline="")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\n b\n"))
+    drawn = set()
+    for words, prompt, dtype in (
+        ("", "One morning", torch.float32),
+        ("--prompt-file - --seed 0 --dtype bfloat16", "a\n b", torch.bfloat16),
+        (f"--prompt-file {file}", "é\n", torch.float32),
+    ):
+        with command_line().parse(words.split()) as args:
             assert (args.model, args.max_new_tokens, args.temperature) == ("pocket", 250, 0.0)
-            assert args.dtype == (torch.bfloat16 if words else torch.float32)
-            drawn.append(torch.rand(1))
-    assert drawn[0] == drawn[1]
+            assert (args.prompt, args.dtype) == (prompt, dtype)
+            drawn.add(float(torch.rand(1)))
+    assert len(drawn) == 1
 
 
 @pytest.mark.parametrize(
@@ -64,14 +70,19 @@ HUGE = [2**32, 2**63, -(2**63), "9" * 5000, "nan"]  # for C's integers
         *product(["--max-new-tokens", "--top-k"], ["0", "1.5"]),
         ("--seed", "-1"),
         ("--prompt", os.fsdecode(b"caf\xe9")),  # no text
+        *product(["--prompt-file"], [os.devnull, "nothing.txt", "-"]),
         ("--dtype", "int8"),
         ("--device", "tpu"),
         ("--nonsense", "1"),
     ],
 )
 def test_bad_arguments_are_one_sentence(
-    option: str, value: object, capsys: pytest.CaptureFixture[str]
+    option: str,
+    value: object,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
     with pytest.raises(SystemExit) as ended, command_line().parse([f"{option}={value}"]):
         pass
     message = capsys.readouterr().err
@@ -81,6 +92,7 @@ def test_bad_arguments_are_one_sentence(
 
 ENDS = {
     ValueError("two\nlines"): "two lines",
+    ValueError(f"\x1b[1m\x9b\0{'x' * 9999}"): r"\x1b[1m\x9b\x00xx",
     FileNotFoundError("no x"): "no x",
     OSError(errno.ENOSPC, "full"): "full",
 }
@@ -92,16 +104,17 @@ def test_errors_in_the_body(error: Exception, capsys: pytest.CaptureFixture[str]
         raise error
     assert ended.value.code == 2
     assert ENDS[error] in (message := capsys.readouterr().err) and message.count("\n") == 1
+    assert len(message) < 1100
 
 
-def test_a_standard_output_of_ascii_shows_other_characters_by_number(
+def test_a_standard_output_shows_what_it_cannot_print_and_control_characters_by_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii", errors="strict"))
     with command_line().parse([]):
-        print("é語\udcff")
-    assert raw.getvalue() == b"\\xe9\\u8a9e\\udcff\n"
+        print("é語\udcff\t\r\x1b[2J\x7f\x9b")
+    assert raw.getvalue() == b"\\xe9\\u8a9e\\udcff\t\\x0d\\x1b[2J\\x7f\\x9b\n"
 
 
 def test_an_interrupt_cleans_up_and_ends_with_130(capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,32 +132,27 @@ def test_mistakes_of_ours_keep_their_traceback() -> None:
         raise KeyError("a bug")
 
 
-@pytest.mark.parametrize(
-    "content, words",
-    [
-        ("", r"must have one column 'prompt', but has \[\]"),
-        ("prompt,prompt\n", r"one column 'prompt', but has \['prompt', 'prompt'\]"),
-        ("prompt , x\n", r"one column 'prompt', but has \['prompt ', ' x'\]"),
-        ('prompt\n"x\ny\nz\n', "not a CSV file"),
-        ("prompt\nx,y\n", "a row of 2 cells, and 1 columns"),
-        ("prompt\nx\n".encode("utf-16").decode("latin-1"), "UTF-8"),
-    ],
-)
-def test_csv_files_that_are_refused(tmp_path: Path, content: str, words: str) -> None:
-    (path := tmp_path / "x.csv").write_bytes(content.encode("latin-1"))
-    with pytest.raises(ValueError, match=words) as raised:
-        read_csv(path, "prompt")
-    assert str(path) in str(raised.value) and "\n" not in str(raised.value)
+BAD_CSV = {
+    "": r"must have one column 'prompt', but has \[\]",
+    "prompt,prompt\n": r"one column 'prompt', but has \['prompt', 'prompt'\]",
+    "prompt , x\n": r"one column 'prompt', but has \['prompt ', ' x'\]",
+    'prompt\n"x\ny\nz\n': "not a CSV file",
+    "prompt\nx,y\n": "a row of 2 cells, and 1 columns",
+    "\xff\xfep": "UTF-8",
+}
+GOOD_CSV = ['prompt\n"x"\n', "\xef\xbb\xbfprompt\nx\n", "prompt\r\nx\r\n", "a,prompt\n,x\ny\n\n"]
 
 
-@pytest.mark.parametrize(
-    "content",
-    ['prompt\n"x"\n', "\xef\xbb\xbfprompt\nx\n", "prompt\r\nx\r\n", "a,prompt\n,x\ny\n\n"],
-)
-def test_csv_files_by_column(tmp_path: Path, content: str) -> None:
-    (path := tmp_path / "x.csv").write_bytes(content.encode("latin-1"))
-    prompts = [row["prompt"] for row in read_csv(path, "prompt")]
-    assert prompts in (["x"], ["x", ""])  # a cell that a row lacks is empty
+def test_csv_files(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    for content in [*BAD_CSV, *GOOD_CSV]:
+        path.write_bytes(content.encode("latin-1"))
+        if content in GOOD_CSV:  # a cell that a row lacks is empty
+            assert [row["prompt"] for row in read_csv(path, "prompt")] in (["x"], ["x", ""])
+            continue
+        with pytest.raises(ValueError, match=BAD_CSV[content]) as raised:
+            read_csv(path, "prompt")
+        assert str(path) in str(raised.value) and "\n" not in str(raised.value)
 
 
 # --- Files ----------------------------------------------------------------------------------------------------------

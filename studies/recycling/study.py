@@ -33,7 +33,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from formats.chat import beginning_tokens, chat_form, encode_in_form, has_chat_form
+from formats.chat import chat_form, encode_in_form, has_chat_form
 from formats.tokenizers import END_OF_TEXT
 from gpt_kv_cache import generate
 from load_gpt2_weights import NAMES, load_tokenizer
@@ -140,11 +140,11 @@ def measure_chat(rows: Rows, recycler: Recycler, setting: dict, quick: bool) -> 
     store, tokenizer = recycler.store, recycler.tokenizer
     text, questions = read_texts()[CHAT_TEXT], read_questions()[CHAT_TEXT]
     form = chat_form(tokenizer, f"Answer questions about this text.\n\n{text}")
-    ids = beginning_tokens(tokenizer) + encode_in_form(form.header, "", tokenizer)
+    ids: list[int] = []
     store.clear()
     milliseconds: dict[str, list[float]] = {"cold": [], "recycled": []}
     for turn in questions[: 3 if quick else 6]:
-        ids = ids + encode_in_form(form.question, turn.question, tokenizer)
+        ids = ids + encode_in_form(form.later if ids else form.first, turn.question, tokenizer)
         prompt = torch.tensor([ids], device=store.model.wte.weight.device)
         for way in milliseconds:
             started = time.perf_counter()
@@ -157,7 +157,6 @@ def measure_chat(rows: Rows, recycler: Recycler, setting: dict, quick: bool) -> 
         answer += [int(token) for token in tokens]  # of the recycled one
         store.put([*ids, *answer], cache)
         ids = ids + [token for token in answer if token not in end_tokens_of(tokenizer)]
-        ids = ids + encode_in_form(form.end, "", tokenizer)
     for way, times in milliseconds.items():
         rows.add_values(way, setting, first=times[1:], tokens=[len(ids)])
 

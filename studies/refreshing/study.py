@@ -47,7 +47,7 @@ import torch
 from torch import Tensor, nn
 
 import overfill
-from formats.chat import question_form
+from formats.chat import beginning_tokens, question_form
 from formats.products import order_for_decoding
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache, generate, sample
@@ -483,8 +483,8 @@ def load_prompts(
         return split_ids
     special = tokenizer.special_tokens_set
     prompts = [tokenizer.encode(text, allowed_special=special) for text in read_prompts(Path(path))]
-    before, after = (question_form(tokenizer) if chat else "{}").split("{}")
-    before = tokenizer.encode(before, allowed_special="all")  # with what begins a text
+    before, after = question_form(tokenizer).split("{}") if chat else ("", "")
+    before = tokenizer.encode(before, allowed_special=special) or beginning_tokens(tokenizer)
     after = tokenizer.encode(after, allowed_special=special)
     if len(prompts) < 5:
         raise ValueError(f"{path} has {len(prompts)} prompts: at least 5 are needed")
