@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,13 +45,14 @@ def test_a_cache_file_that_fails_says_its_error_and_line(
 
 
 @pytest.mark.slow
-def test_streams_that_take_nothing() -> None:
-    def shell(words: str, **environment: str) -> Ran:
-        return process("bash", "-c", f"{sys.executable} gpt_kv_cache.py {words}", **environment)
+def test_streams_that_take_nothing_and_another_folder(tmp_path: Path) -> None:
+    def shell(words: str, **options: Any) -> Ran:
+        script = ROOT / "gpt_kv_cache.py"
+        return process("bash", "-c", f"{sys.executable} {script} {words}", **options)
 
     refused(shell("--max-new-tokens 5 > /dev/full"), "No space left on device")
-    early = shell("--max-new-tokens 60 | head -c 20; exit ${PIPESTATUS[0]}")
-    assert (early.code, early.err) == (0, "")
+    early = shell("--max-new-tokens 60 | head -c 20; exit ${PIPESTATUS[0]}", folder=tmp_path)
+    assert (early.code, early.err) == (0, "") and [*tmp_path.iterdir()] == []
     gone = shell("--help | true; exit ${PIPESTATUS[0]}", PYTHONUNBUFFERED="1")
     assert (gone.code, gone.err) == (0, "")
     ascii_only = shell("--help", PYTHONIOENCODING="ascii:strict", COLUMNS="20")
