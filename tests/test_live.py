@@ -22,7 +22,7 @@ from tests.helpers import ROOT
 
 PAGE = ROOT / "chapters" / "live" / "index.html"
 MODEL, TOKENIZER = "pocket:int8", load_tokenizer("pocket")  # what the page has
-STORY = TOKENIZER.encode(corpus.document("test", 0).text)[:150]
+STORY = TOKENIZER.encode(corpus.document("test", 0).text)[:100]
 slow = pytest.mark.slow  # a browser
 
 
@@ -90,15 +90,15 @@ def test_weights_are_those_of_the_checkpoint_in_eight_bits() -> None:
 @slow
 @torch.no_grad()
 def test_texts_and_logits_are_those_of_python(scripts: Any, model: GPT) -> None:
-    prompts = [corpus.document("test", number).text for number in range(1, 13)]
-    prompts = [TOKENIZER.encode(text)[: 4 + 4 * number] for number, text in enumerate(prompts)]
+    prompts = [corpus.document("test", number).text for number in range(1, 6)]
+    prompts = [TOKENIZER.encode(text)[: 4 + 8 * number] for number, text in enumerate(prompts)]
     written = scripts.evaluate(
         "prompts => prompts.map(ids => [...generate(model, ids, 30)])", prompts
     )
     for ids, tokens in zip(prompts, written, strict=True):
         assert tokens == [int(token) for token in generate(model, torch.tensor([ids]), 30)]
-    uncached = "ids => [...generate(model, ids, 20, null)]"
-    assert scripts.evaluate(uncached, prompts[7]) == written[7][:20]
+    uncached = "ids => [...generate(model, ids, 10, null)]"
+    assert scripts.evaluate(uncached, prompts[-1]) == written[-1][:10]
     found = scripts.evaluate("ids => model.forward(ids).map(row => [...row])", STORY)
     assert relative_error(found, model(torch.tensor([STORY]))[0]) < 1e-5
 
@@ -132,7 +132,7 @@ CACHES = {
 @pytest.mark.parametrize("name", CACHES)
 def test_caches_compute_what_those_of_python_compute(name: str, scripts: Any, model: GPT) -> None:
     code, new_cache = CACHES[name]
-    pieces, cache = pieces_of(STORY, 7, 24, 25, 1, 26, 40), new_cache()
+    pieces, cache = pieces_of(STORY, 7, 24, 25, 1, 26), new_cache()
     logits = expected(model, cache, pieces)
     # sums in another order may round a number that lies between two codes the other way
     tolerance = {"2": 1e-2, "8": 1e-4}.get(name, 1e-5)

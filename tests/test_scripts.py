@@ -86,6 +86,8 @@ def test_a_students_cache_takes_the_place_of_ours(tmp_path: Path) -> None:
         ("x = 1\n", "has no attribute 'Cache'"),
         (ours + stub, "exercise 2.1 isn't written"),
         ("class Cache(\n", "SyntaxError: '(' was never closed (exercise.py, line 1)"),
+        ("raise SystemExit(3)\n", "exercise.py, line 1: SystemExit: 3"),
+        ("\nraise ValueError('two\\nlines')\n", "line 2: ValueError: two lines"),
         (f"{ours}def __init__(self, n):\n        pass\n", "exercise.py: TypeError"),
         (f"{ours}def __init__(self):\n        self.n = m\n", "line 5: NameError"),
     ]:

@@ -1,6 +1,5 @@
 """Where the scripts run: streams that are full or of few characters, and Ctrl-C."""
 
-import os
 import shlex
 import signal
 import subprocess
@@ -25,23 +24,6 @@ def test_a_study_notices_first_that_it_can_not_write(name: str, tmp_path: Path) 
     ran = start(f"studies.{name} {shlex.join(words)}")
     refused(ran, f"{file} is not a folder that can be written to")
     assert ran.out == ""
-
-
-@pytest.mark.parametrize(
-    ("code", "says"),
-    [
-        ("1 / 0", "mine.py, line 2: ZeroDivisionError: division by zero"),
-        ("def f(:", "mine.py: SyntaxError: invalid syntax (mine.py, line 2)"),
-        ("raise SystemExit(3)", "mine.py, line 2: SystemExit: 3"),
-        ("def f():\n    raise ValueError('two\\nlines')\n\nf()", "line 3: ValueError: two lines"),
-    ],
-)
-def test_a_cache_file_that_fails_says_its_error_and_line(
-    code: str, says: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(f"# a cache\n{code}\n")
-    refused(start(f"gpt_kv_cache --cache {os.path.relpath(file)}"), says)
 
 
 @pytest.mark.slow
