@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests import pretended_device
-from tests.helpers import KINDS
+from tests.helpers import KINDS, offline_page
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
 DEVICES = {
@@ -115,21 +115,5 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
-    """A page of a browser that is offline; an error in a script fails the test."""
-    context = browser.new_context(viewport={"width": 1500, "height": 900}, offline=True)
-    page, errors = context.new_page(), []
-
-    def said(message: Any) -> None:
-        if message.type == "error":
-            errors.append(message.text)
-
-    def asked(request: Any) -> None:
-        if not request.url.startswith(("file:", "blob:")):
-            errors.append(request.url)
-
-    page.on("pageerror", lambda error: errors.append(error))
-    page.on("console", said)
-    page.on("request", asked)
-    yield page
-    context.close()
-    assert errors == []
+    with offline_page(browser) as page:
+        yield page

@@ -9,8 +9,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,6 +135,28 @@ def refused(ran: Ran, *words: str) -> None:
     """Fail unless a script ended with status 2 and a single sentence, which holds the words."""
     assert ran.code == 2 and ran.err.count("\n") == 1
     assert all(word in ran.err for word in words), ran.err
+
+
+@contextmanager
+def offline_page(browser: Any) -> Iterator[Any]:
+    """Yield a page of a browser that is offline; an error in a script fails the test."""
+    context = browser.new_context(viewport={"width": 1500, "height": 900}, offline=True)
+    page, errors = context.new_page(), []
+
+    def said(message: Any) -> None:
+        if message.type == "error":
+            errors.append(message.text)
+
+    def asked(request: Any) -> None:
+        if not request.url.startswith(("file:", "blob:")):
+            errors.append(request.url)
+
+    page.on("pageerror", lambda error: errors.append(error))
+    page.on("console", said)
+    page.on("request", asked)
+    yield page
+    context.close()
+    assert errors == []
 
 
 def in_halves(file: str, names: list[str], folder: Path) -> dict[str, Any]:

@@ -48,14 +48,14 @@ def marks_of(line: str, marks: Iterable[str]) -> set[str]:
     return {mark for mark in marks if re.search(rf"  {mark}($|  )", line)}
 
 
-def copies(lines: set[str], but: tuple[str, str]) -> str:
-    """Where else these lines stand: in the lecture files but two."""
+def copies(lines: set[str], but: str) -> str:
+    """Where these lines stand, in the lecture files but one."""
     places = []
     for name in FILES:
         for number, line in enumerate((ROOT / name).read_text().splitlines(), 1):
-            if line in lines and name not in but:
+            if line in lines and name != but:
                 places.append(f"{name}:{number}")
-    return f"this line stands in {', '.join(places)} too; edit all" if places else "edit both"
+    return ", ".join(places)
 
 
 def unmarked(old_name: str, new_name: str, marks: list[str]) -> list[str]:
@@ -64,17 +64,11 @@ def unmarked(old_name: str, new_name: str, marks: list[str]) -> list[str]:
     messages = []
     for old_start, old_end, start, end in hunks("\n".join(old), "\n".join(new)):
         for i in range(start, end):
-            if not new[i].strip() or marks_of(new[i], marks):
-                continue
-            replaced = difflib.get_close_matches(new[i], old[old_start:old_end], 1, cutoff=0.5)
-            if not replaced:
-                messages.append(f"{new_name}:{i + 1} isn't in {old_name}: add it there, or mark it")
-                continue
-            number = old.index(replaced[0], old_start) + 1
-            elsewhere = copies({new[i], *replaced}, (old_name, new_name))
-            messages.append(
-                f"{old_name}:{number} differs from {new_name}:{i + 1}: {elsewhere}, or mark it"
-            )
+            if new[i].strip() and not marks_of(new[i], marks):
+                replaced = difflib.get_close_matches(new[i], old[old_start:old_end], 1, cutoff=0.5)
+                there = copies({new[i], *replaced}, new_name)
+                change = f"edit {there} too" if there else "add it there"
+                messages.append(f"{new_name}:{i + 1} isn't in {old_name}: {change}, or mark it")
     return messages
 
 

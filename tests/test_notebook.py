@@ -1,14 +1,12 @@
 """The notebook of the two-hour course: it runs as handed out and when solved, and a student's work in it is safe."""
 
 import ast
-import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
 import pytest
-from nbformat.v4 import new_code_cell, new_notebook
+from nbformat.v4 import new_code_cell
 
 import chapters.builder.__main__ as build
 from chapters.builder import blocks, notebook
@@ -16,74 +14,72 @@ from tests.helpers import recorded, refused, run
 from tests.test_chapters import CHAPTERS, copy_of_the_chapters, with_solutions
 
 LEFT = 'raise NotImplementedError("exercise '
+WRONG = "def causal_mask(pos, k_pos):\n    "  # exercise 1.1, by two students
+LESS, UNWRITTEN = f"{WRONG}return k_pos < pos[:, None]", f'{WRONG}{LEFT}1.1")'
+CHECK = 'check("1.1", causal_mask)'
 
 
-def committed() -> dict:
-    return json.loads(notebook.FILE.read_text(encoding="utf-8"))
-
-
-def printed(cell: dict) -> str:
+def printed(outputs: list[dict]) -> str:
     """Return what a cell printed or showed."""
-    return "".join("".join(output["text"]) for output in cell["outputs"])
+    return "".join(output["text"] for output in outputs)
 
 
-def executed(tree: Path, course: dict) -> Iterator[tuple[str, dict, str]]:
-    """Run a notebook in a copy of the chapters; yield each code cell's source, its metadata and what it printed."""
-    copy_of_the_chapters(tree)
-    (tree / "results").unlink(missing_ok=True)  # a link to the reader's
-    book = nbformat.reads(json.dumps(course), as_version=4)
-    nbformat.validate(book)
-    notebook.execute_cells(book, {}, tree / "chapters")
-    for cell in book.cells:
-        if cell.cell_type == "code":
-            yield cell.source, cell.metadata, printed(cell)
+def solved(source: str) -> str:
+    """Return a cell with its exercise written, as the chapter's solution has it."""
+    chapter = int(re.search(rf"{re.escape(LEFT)}(\d+)", source)[1])
+    (solution,) = CHAPTERS.glob(f"{chapter:02}_*/solution.py")
+    names = [node.name for node in ast.parse(source).body if hasattr(node, "name")]
+    file = solution.relative_to(blocks.ROOT).as_posix()
+    answers = [line for name in names for line in blocks.source_lines(file, name)[1]]
+    head = source.partition("\n\n")[0] if "import " in source else ""
+    return "\n".join([head, *answers])
+
+
+def is_command_of_a_page(cell: nbformat.NotebookNode) -> bool:
+    """Say whether `python3 -m chapters.builder --check` runs a cell's command, for the page that has its output."""
+    return cell.source.startswith("run(") and not cell.metadata.get("tags")
+
+
+def without_times(text: str) -> str:
+    """Return a printed text without its numbers, and as wide whatever they are."""
+    return re.sub(r"[\d.,\s]+", " ", text)
 
 
 @pytest.mark.slow
 @recorded
-def test_the_notebook_as_handed_out_gives_its_recorded_outputs(tmp_path: Path) -> None:
-    course = committed()
-    recorded = [printed(cell) for cell in course["cells"] if cell["cell_type"] == "code"]
-    for (source, metadata, now), then in zip(executed(tmp_path, course), recorded, strict=True):
-        timed = source.startswith("run(") and metadata.get("tags") == ["recorded"]
-        if timed:  # and as wide as the times are
-            now, then = (re.sub(r"[\d.,\s]+", " ", text) for text in (now, then))
-        assert now == then, source
-        if exercise := re.match(r'check\("([\d.]+)"', source):
-            assert re.fullmatch(rf"{exercise[1]}: [\w.]+ isn't written yet\n", now), now
-
-
-@pytest.mark.slow
 @with_solutions
-def test_the_notebook_with_solutions_passes(tmp_path: Path) -> None:
-    course, solved = committed(), set()
-    for cell in course["cells"]:
-        source = "".join(cell["source"])
-        if LEFT in source:
-            chapter = int(re.search(rf"{re.escape(LEFT)}(\d+)", source)[1])
-            (solution,) = CHAPTERS.glob(f"{chapter:02}_*/solution.py")
-            names = [node.name for node in ast.parse(source).body if hasattr(node, "name")]
-            file = solution.relative_to(blocks.ROOT).as_posix()
-            answers = [line for name in names for line in blocks.source_lines(file, name)[1]]
-            head = source.partition("\n\n")[0] if "import " in source else ""
-            cell["source"] = "\n".join([head, *answers])
-    for source, _, now in executed(tmp_path, course):
-        if exercise := re.match(r'check\("([\d.]+)"', source):
+def test_the_notebook_runs_as_recorded_and_its_exercises_can_be_solved(tmp_path: Path) -> None:
+    copy_of_the_chapters(tmp_path)
+    (tmp_path / "results").unlink(missing_ok=True)  # a link to the reader's
+    book = nbformat.read(notebook.FILE, as_version=4)
+    nbformat.validate(book)
+    for cell in notebook.code_cells(book):
+        if LEFT in cell.source:
+            cell.source = solved(cell.source)
+    book.cells = [cell for cell in book.cells if not is_command_of_a_page(cell)]
+    cells = notebook.code_cells(book)
+    ends = [LESS, CHECK + "#", UNWRITTEN, CHECK + "##"]  # cells of different sources
+    book.cells += [new_code_cell(source) for source in ends]
+    outputs = notebook.run_cells(book, tmp_path / "chapters")
+    passed = set()
+    for cell in cells:
+        then, now = printed(cell.outputs), printed(outputs[cell.source])
+        if exercise := re.match(r'check\("([\d.]+)"', cell.source):
+            passed.add(exercise[1])
             assert re.fullmatch(rf"{exercise[1]}: ([1-9]) of \1 points\n", now), now
-            solved.add(exercise[1])
-        assert "isn't written yet" not in now
-        assert "--compare" not in source or "Same tokens: yes" in now
-    assert solved == {"1.1", "2.1", "2.2", "2.3", "5.1"}
-
-
-@pytest.mark.slow
-def test_a_failure_is_shown(tmp_path: Path) -> None:
-    wrong = "import torch\ndef causal_mask(pos, k_pos):\n    return k_pos < pos[:, None]"
-    sources = [notebook.START, wrong, 'check("1.1", causal_mask)']
-    cells = [new_code_cell(source, id=f"cell-{i}") for i, source in enumerate(sources)]
-    _, (_, _, nothing), (_, _, said) = executed(tmp_path, new_notebook(cells=cells))
-    assert nothing == "" and "the first difference is at index 0" in said
-    assert said.endswith("\n1.1: 0 of 1 points\n")
+            assert re.fullmatch(rf"{exercise[1]}: [\w.]+ isn't written yet\n", then), then
+        elif "exercise.py" in cell.source:  # runs the student's cache
+            assert then.endswith("exercise 2.1 isn't written yet\n") and "written yet" not in now
+            assert "--compare" not in cell.source or "Same tokens: yes" in now
+        elif cell.metadata.get("tags") == ["recorded"]:
+            assert without_times(now) == without_times(then), cell.source
+        else:
+            assert re.sub(r" +\n", "\n", now) == then, cell.source  # pages end no line with spaces
+    assert passed == {"1.1", "2.1", "2.2", "2.3", "5.1"}
+    less, wrong, unwritten, missing = (printed(outputs[source]) for source in ends)
+    assert less == unwritten == "" and "the first difference is at index 0" in wrong
+    assert wrong.endswith("\n1.1: 0 of 1 points\n")
+    assert missing == "1.1: causal_mask isn't written yet\n"
 
 
 @with_solutions

@@ -1,7 +1,6 @@
 """The pages work in a real browser, without a network: needs playwright (`pip install playwright`) and a Chromium."""
 
 import re
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from urllib.parse import urldefrag
 import pytest
 
 from chapters.builder import blocks, side_by_side, site
-from tests.helpers import ROOT, process, refused, run
+from tests.helpers import ROOT, refused, run, start
 
 CHAPTERS = ROOT / "chapters"
 READMES = sorted(CHAPTERS.glob("**/README.md"))
@@ -20,19 +19,19 @@ pytestmark = pytest.mark.slow  # a browser
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Pages of four generations of 40 tokens, by name."""
-    folder = tmp_path_factory.mktemp("traces")
-    commands = {
-        "cache": ["gpt_kv_cache.py"],
-        "none": ["gpt_baseline.py"],
-        "bct": ["gpt_bounded_cache.py", "--memory", "bct"],
-        "ring": ["gpt_bounded_cache.py", "--memory", "sinks", "--slots", "20"],
-        "pair": ["overfill.py", "write", "--policy", "periodic:8"],
-    }
-    pages = {name: folder / f"{name}.html" for name in commands}
-    for name, words in commands.items():
-        ran = process(sys.executable, *words, "--max-new-tokens", 40, "--trace", pages[name])
+    folder, pages = tmp_path_factory.mktemp("traces"), {}
+    for name, command in {
+        "cache": "gpt_kv_cache",
+        "none": "gpt_baseline",
+        "bct": "gpt_bounded_cache --memory bct",
+        "ring": "gpt_bounded_cache --memory sinks --slots 20",
+        "pair": "overfill write --policy periodic:8",
+    }.items():
+        path = folder / f"{name}.html"
+        ran = start(f"{command} --max-new-tokens 40 --trace {path}")
         assert ran.code == 0, ran.err
-    return {name: path.as_uri() for name, path in pages.items()}
+        pages[name] = path.as_uri()
+    return pages
 
 
 def count(page: Any, selector: str) -> int:
@@ -119,7 +118,7 @@ def test_a_refresh_is_framed(page: Any, traces: dict[str, str]) -> None:
 def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The chapters as pages."""
     folder = tmp_path_factory.mktemp("book") / "site"
-    ran = process(sys.executable, "-m", "chapters.builder.site", folder)
+    ran = run(site.main, folder)
     assert ran.code == 0, ran.err
     refused(run(site.main, folder), "File exists")
     return folder

@@ -1,11 +1,11 @@
 """Where the scripts run: streams that are full or of few characters, and Ctrl-C."""
 
-import os
 import shlex
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,31 +26,15 @@ def test_a_study_notices_first_that_it_can_not_write(name: str, tmp_path: Path) 
     assert ran.out == ""
 
 
-@pytest.mark.parametrize(
-    ("code", "says"),
-    [
-        ("1 / 0", "mine.py, line 2: ZeroDivisionError: division by zero"),
-        ("def f(:", "mine.py: SyntaxError: invalid syntax (mine.py, line 2)"),
-        ("raise SystemExit(3)", "mine.py, line 2: SystemExit: 3"),
-        ("def f():\n    raise ValueError('two\\nlines')\n\nf()", "line 3: ValueError: two lines"),
-    ],
-)
-def test_a_cache_file_that_fails_says_its_error_and_line(
-    code: str, says: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(f"# a cache\n{code}\n")
-    refused(start(f"gpt_kv_cache --cache {os.path.relpath(file)}"), says)
-
-
 @pytest.mark.slow
-def test_streams_that_take_nothing() -> None:
-    def shell(words: str, **environment: str) -> Ran:
-        return process("bash", "-c", f"{sys.executable} gpt_kv_cache.py {words}", **environment)
+def test_streams_that_take_nothing_and_another_folder(tmp_path: Path) -> None:
+    def shell(words: str, **options: Any) -> Ran:
+        script = ROOT / "gpt_kv_cache.py"
+        return process("bash", "-c", f"{sys.executable} {script} {words}", **options)
 
     refused(shell("--max-new-tokens 5 > /dev/full"), "No space left on device")
-    early = shell("--max-new-tokens 60 | head -c 20; exit ${PIPESTATUS[0]}")
-    assert (early.code, early.err) == (0, "")
+    early = shell("--max-new-tokens 60 | head -c 20; exit ${PIPESTATUS[0]}", folder=tmp_path)
+    assert (early.code, early.err) == (0, "") and [*tmp_path.iterdir()] == []
     gone = shell("--help | true; exit ${PIPESTATUS[0]}", PYTHONUNBUFFERED="1")
     assert (gone.code, gone.err) == (0, "")
     ascii_only = shell("--help", PYTHONIOENCODING="ascii:strict", COLUMNS="20")

@@ -480,27 +480,6 @@ def test_tokens_are_distributed_as_the_teachers(impl: ModuleType) -> None:
 
 
 @pytest.mark.ex7_7
-def test_the_example_of_the_chapter(impl: ModuleType) -> None:
-    p, q = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.2, 0.6]]), torch.tensor([[0.3, 0.2, 0.5]])
-    for token, u, expected in [
-        (0, 0.99, (1, p[1])),
-        (1, 0.99, (1, p[1])),
-        (2, 0.19, (1, p[1])),
-        (2, 0.21, (0, torch.tensor([0.75, 0.25, 0.0]))),
-    ]:
-        kept, following = impl.accepted(p, q, [token], [u])
-        assert kept == expected[0], (
-            f"draft [{token}], u [{u}]: {kept} tokens stay, must be {expected[0]}"
-        )
-        assert_close(
-            following,
-            expected[1],
-            f"draft [{token}], u [{u}]: probabilities of the next token",
-            ("id",),
-        )
-
-
-@pytest.mark.ex7_7
 def test_p_and_q_that_differ_by_rounding(impl: ModuleType) -> None:
     p, least = torch.tensor([[0.5, 0.5], [0.25, 0.75]]), torch.finfo(torch.float32).eps
     q = torch.tensor([[0.5 + least, 0.5]])

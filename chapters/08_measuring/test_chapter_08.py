@@ -146,42 +146,29 @@ def test_tokens_a_second_are_those_of_decoding(impl: ModuleType) -> None:
 
 
 class Machine:
-    """A machine that gets slower with every run, as if it got warm; and what runs on it."""
+    """A machine on which each contender's first run is slow."""
 
-    def __init__(self, drift: float) -> None:
-        self.drift, self.runs = drift, []
+    def __init__(self) -> None:
+        self.runs: list[str] = []
 
     def contender(self, name: str, ms: float) -> Callable[[], float]:
         def run() -> float:
             self.runs.append(name)
             # Memory is fetched, kernels are chosen.
             warm = 5.0 if self.runs.count(name) == 1 else 1.0
-            return ms * warm * self.drift ** len(self.runs)
+            return ms * warm
 
         return run
 
 
 @pytest.mark.ex8_3
 def test_contenders_take_turns_and_the_first_turn_does_not_count(impl: ModuleType) -> None:
-    machine, ms = Machine(1.0), {"a": 3.0, "b": 2.0, "c": 9.0}
+    machine, ms = Machine(), {"a": 3.0, "b": 2.0, "c": 9.0}
     times = impl.in_turn({name: machine.contender(name, ms[name]) for name in ms}, 7)
     assert_same(machine.runs, [*ms] * 8, "runs: in each turn all of them, in order, once")
     for name, expected in ms.items():
         hint = f"7 turns: ms of {name}, whose first run, the warm-up, takes {5 * expected}"
         assert_same(times[name], [expected] * 7, hint)
-
-
-@pytest.mark.ex8_3
-def test_a_machine_that_gets_slower_does_not_matter(impl: ModuleType) -> None:
-    machine = Machine(1.03)  # after 40 runs three times as slow
-    times = impl.in_turn(
-        {"base": machine.contender("base", 10.0), "other": machine.contender("other", 8.0)}, 20
-    )
-    got = impl.times_as_fast(times["base"], times["other"])
-    assert got == pytest.approx(1.25 / 1.03, rel=1e-6), (
-        f"10 ms against 8, and each run takes 3% longer than the one before: {got:.4f} times as fast, must be "
-        f"{1.25 / 1.03:.4f}: compare the two runs of a turn"
-    )
 
 
 @pytest.mark.ex8_3
@@ -318,7 +305,7 @@ def changed(model: GPT, ids: Tensor, part: str, cls: type) -> Tensor:
 
 
 def models() -> Iterator[tuple[str, GPT, Tensor]]:
-    for seed in range(6):
+    for seed in range(4):
         model = model_of(seed)
         ids = torch.randint(
             model.config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(seed)

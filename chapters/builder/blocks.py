@@ -50,6 +50,12 @@ def project_text(name: str) -> str:
 
 
 @cache
+def project_tree(name: str) -> ast.Module:
+    """Return the syntax tree of a Python file of the project."""
+    return ast.parse(project_text(name))
+
+
+@cache
 def find_hunks(old: str, new: str) -> list[tuple[int, int, int, int]]:
     """Return the changed lines, from 0, of two files: first and end in the old one, first and end in the new one."""
     matcher = difflib.SequenceMatcher(
@@ -65,8 +71,7 @@ def first_line(node: ast.AST) -> int:
 
 def source_lines(file: str, name: str) -> tuple[int, list[str]]:
     """Return the line number and the lines of a class, function, method (Class.method) or constant of a file."""
-    text = project_text(file)
-    node = ast.parse(text)
+    node = project_tree(file)
     for name_part in name.split("."):
         names = {
             ast.unparse(target): inner
@@ -78,7 +83,7 @@ def source_lines(file: str, name: str) -> tuple[int, list[str]]:
             raise ValueError(f"{file} has no {name}")
         node = names[name_part]
     first_number = first_line(node)
-    return first_number, text.splitlines()[first_number - 1 : node.end_lineno]
+    return first_number, project_text(file).splitlines()[first_number - 1 : node.end_lineno]
 
 
 def line_with(words: str, lines: list[str], first: int = 0) -> int:

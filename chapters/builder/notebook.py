@@ -3,11 +3,12 @@
   two hours MINUTES      opens a part, which ends at <!-- end two hours -->; it keeps the heading that it stands under
   exercise N.M MINUTES   the exercise's cell, and one that tests it
 
-Text, code and pictures become Markdown; commands become cells that run them, with their outputs. The output of a
-```bash block (it has times in it) or of a test is recorded: made once, and kept until its cell changes.
+Text, code and pictures become Markdown; commands become cells that run them, with their outputs on the page. The
+output of a ```bash block (it has times in it) or of a test is recorded: made once, and kept until its cell changes.
 """
 
 import ast
+import copy
 import json
 import posixpath
 import re
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from chapters.builder.blocks import CHAPTERS, ROOT, first_line, source_lines, stub_of, title_of
 from chapters.builder.pages import COMMENT
@@ -29,7 +30,7 @@ PART = re.compile(
     re.M | re.S,
 )
 PIECE = re.compile(
-    r"^<!-- \{\{ output\(([^\n]*)\) \}\} -->\n.*?^<!-- end -->$|"
+    r"^<!-- \{\{ output\(([^\n]*)\) \}\} -->\n```text\n[^\n]*\n(.*?)^```\n<!-- end -->$|"
     r"^```bash\n((?:python3 [^\n]*\n)+)```$",
     re.M | re.S,
 )
@@ -60,9 +61,11 @@ def markdown_cell(text: str, folder: Path = CHAPTERS) -> dict:
     return new_markdown_cell(re.sub(r"(!?\[[^\]]*\])\((?!http)([^)]+)\)", link, text))
 
 
-def code_cell(text: str, recorded: bool = False) -> dict:
-    """Return a cell of Python, without its outputs."""
-    return new_code_cell(text, metadata={"tags": ["recorded"]} if recorded else {})
+def code_cell(text: str, printed: str | None = "") -> dict:
+    """Return a cell of Python with what it prints; None: that is to be recorded."""
+    if printed is None:
+        return new_code_cell(text, metadata={"tags": ["recorded"]})
+    return new_code_cell(text, outputs=[new_output("stream", text=printed)] if printed else [])
 
 
 def part_cells(text: str, folder: Path) -> list[dict]:
@@ -70,22 +73,22 @@ def part_cells(text: str, folder: Path) -> list[dict]:
     cells, end = [], 0
     for match in PIECE.finditer(text):
         cells.append(markdown_cell(text[end : match.start()], folder))
-        end, (arguments, commands) = match.end(), match.groups()
+        end, (arguments, printed, commands) = match.end(), match.groups()
         for command in (commands or "").splitlines():
-            cells.append(command_cell(shlex.split(command, comments=True), recorded=True))
+            cells.append(command_cell(shlex.split(command, comments=True), None))
         if arguments:
             command, *words = ast.literal_eval(f"[{arguments}]")
-            cells.append(command_cell([*shlex.split(command), *words]))
+            cells.append(command_cell([*shlex.split(command), *words], printed))
     return [*cells, markdown_cell(text[end:], folder)]
 
 
-def command_cell(words: list[str], recorded: bool = False) -> dict:
+def command_cell(words: list[str], printed: str | None) -> dict:
     """Return a cell that runs the words of a command line, which begins with python3."""
     if words[1] == "-c":  # a statement a line
-        return code_cell(words[2].replace("; ", "\n"))
+        return code_cell(words[2].replace("; ", "\n"), printed)
     command = shlex.join(words[1:])
     command = re.sub(r"chapters/(\w+/exercise\.py)", r"results/two_hours/\1", command)
-    return code_cell(f"run({json.dumps(command)})", recorded)
+    return code_cell(f"run({json.dumps(command)})", printed)
 
 
 def exercise_cells(number: str, names: list[str], solution: Path) -> list[dict]:
@@ -99,7 +102,7 @@ def exercise_cells(number: str, names: list[str], solution: Path) -> list[dict]:
             names.append(node.name)
             _, answer = source_lines(solution.relative_to(ROOT).as_posix(), node.name)
             texts += [needed_imports(stub, "\n".join(answer)), "\n\n", text, "\n"]
-    test = code_cell(f"check({', '.join([json.dumps(number), *names])})", recorded=True)
+    test = code_cell(f"check({', '.join([json.dumps(number), *names])})", None)
     return [code_cell("".join(texts).strip()), test] if texts else [test]
 
 
@@ -114,29 +117,22 @@ def needed_imports(module: str, text: str) -> str:
     return "\n".join(statements)
 
 
-def execute_cells(
-    notebook: nbformat.NotebookNode, recorded_outputs: dict[str, list], folder: Path = CHAPTERS
-) -> None:
-    """Give each code cell its outputs: recorded ones, if there are any, or those of a run in a folder."""
+def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    """Return the cells of a notebook that are Python."""
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def run_cells(notebook: nbformat.NotebookNode, folder: Path = CHAPTERS) -> dict[str, list]:
+    """Run a notebook in a folder; return the outputs of its cells, by their source."""
+    ran = copy.deepcopy(notebook)
     client = NotebookClient(
-        notebook,
+        ran,
         timeout=300,
-        record_timing=False,
         resources={"metadata": {"path": str(folder)}},
         extra_arguments=["--log-level=ERROR"],  # a warning says that localhost isn't encrypted
     )
-    with client.setup_kernel():
-        for index, cell in enumerate(notebook.cells):
-            if "recorded" in cell.metadata.get("tags", []) and cell.source in recorded_outputs:
-                cell.outputs = recorded_outputs[cell.source]
-            else:
-                client.execute_cell(cell, index)
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    for number, cell in enumerate(cells, 1):  # the kernel counts only what it runs
-        cell.execution_count = number
-        for output in cell.outputs:
-            if output.output_type == "execute_result":
-                output.execution_count = number
+    client.execute()
+    return {cell.source: cell.outputs for cell in code_cells(ran)}
 
 
 def make_notebook(texts: dict[Path, str]) -> str:
@@ -166,8 +162,16 @@ def make_notebook(texts: dict[Path, str]) -> str:
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
     made = new_notebook(cells=cells, metadata=metadata)
-    old_cells = nbformat.read(FILE, as_version=4).cells if FILE.exists() else []
-    execute_cells(made, {cell.source: cell.outputs for cell in old_cells if "outputs" in cell})
+    outputs = {}
+    if FILE.exists():
+        outputs = {cell.source: cell.outputs for cell in code_cells(nbformat.read(FILE, 4))}
+    to_record = [cell for cell in code_cells(made) if cell.metadata.get("tags")]
+    if any(cell.source not in outputs for cell in to_record):
+        outputs = run_cells(made) | outputs
+    for cell in to_record:
+        cell.outputs = outputs[cell.source]
+    for number, cell in enumerate(code_cells(made), 1):
+        cell.execution_count = number
     return nbformat.writes(made) + "\n"
 
 

@@ -126,11 +126,10 @@ def compare_lines(old: str, new: str) -> tuple[float, list[bool], list[bool]]:
     old_words, new_words = (re.findall(r"\w+|\W", line) for line in (old, new))
     matcher = difflib.SequenceMatcher(a=old_words, b=new_words, autojunk=False)
     removed, added = [], []
-    for operation, old_begin, end, new_begin, new_end in matcher.get_opcodes():
-        sides = (removed, old_words[old_begin:end]), (added, new_words[new_begin:new_end])
-        for flags, words in sides:
-            for word in words:
-                flags += [operation != "equal" and word != " "] * len(word)
+    for operation, begin, end, new_begin, new_end in matcher.get_opcodes():
+        differs = operation != "equal"
+        removed += [differs and sign != " " for sign in "".join(old_words[begin:end])]
+        added += [differs and sign != " " for sign in "".join(new_words[new_begin:new_end])]
     return matcher.ratio(), removed, added
 
 
