@@ -8,28 +8,29 @@
     python3 examine.py FILE.py                       your `subject`: any object with whole(), new() and read()
 
 This file needs torch and nothing else: copy it. The measure is the model itself, in one pass without a cache, with an
-explicit mask where the cache forgets tokens. The verdicts are: right; WRONG, a number is wrong; REFUSES, an error with a
-message, after which the cache goes on; BREAKS, any other error, an exit, or no answer in time; not offered, the cache
-has no way to do this; and measured, the difference of an approximate cache.
+explicit mask where the cache forgets tokens. The verdicts are: right; WRONG, a number is wrong; REFUSES, an error that
+the cache raises with a message, after which it goes on; BREAKS, any other error, an exit, or no answer in time; not
+offered, the cache has no way to do this; and measured, the difference of an approximate cache.
 
 Exit status: 0 if nothing is WRONG and nothing BREAKS, 1 if something does, 2 if there is nothing to examine.
-
-Shapes: B rows, T tokens, S tokens attended to, H heads, D head size, C width, V vocabulary.
 """
+
+# Shapes: B rows, T tokens, S tokens attended to, H heads, D head size, C width, V vocabulary.
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import copy
+import dis
 import functools
-import importlib.util
 import inspect
 import itertools
 import json
 import math
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -51,6 +52,7 @@ LONGEST_CONTEXT = 4096  # that is read to its end
 LONGEST_SIGHT = 64  # last tokens that are changed one after the other
 START_SECONDS = 300  # until a model is loaded
 FEW = "few caches promise this"  # a group of checks
+VERDICTS = ("right", "WRONG", "REFUSES", "BREAKS", "not offered", "measured")
 BAD = ("WRONG", "BREAKS")
 
 
@@ -72,7 +74,7 @@ class Interrupted(Exception):
 
 
 class Difference(NamedTuple):
-    """The first token whose logits differ, and what else is wrong in the same piece of text."""
+    """The first token whose logits differ, and its largest difference."""
 
     row: int
     token: int  # of the text
@@ -80,14 +82,6 @@ class Difference(NamedTuple):
     got: float
     expected: float
     largest: float  # of all differences in this piece, relative to the largest logit
-    rows: list[int]  # that differ
-    tokens: list[int]  # that differ
-    piece: tuple[int, int]  # the first and last token that were compared
-    steps: str  # what was done since the cache was made
-
-    def __str__(self) -> str:
-        place = f"row {self.row}, token {self.token}: logit {self.logit} is {self.got:.4g}"
-        return f"{place}, must be {self.expected:.4g} ({self.steps})"
 
 
 class Finding(NamedTuple):
@@ -113,7 +107,6 @@ class Subject:
     difference that it promises, if it hasn't.
     """
 
-    capacity = math.inf
     promises = True  # what only FEW caches do: a pass that fails changes nothing, which is what commit() is for
     tolerance = TOLERANCE
 
@@ -130,16 +123,20 @@ class Subject:
         self.new_cache = new_cache or model.new_cache
         self.window = window
         self.sinks = sinks
-        self.approximate = approximate
-        self.vocab_size = model.config.vocab_size
-        self.context = min(model.context, capacity)
         self.capacity = capacity
+        self.approximate = approximate
+        self.vocab_size, context = self.sizes()
+        self.context = min(context, capacity)
+
+    def sizes(self) -> tuple[int, int]:
+        """Return the number of tokens that there are, and of those that the model can read."""
+        return self.model.config.vocab_size, self.model.context
 
     def whole(self, ids: Tensor) -> Tensor:
         """Return the logits (B, T, V) of ids (B, T) in one pass without a cache."""
         if self.window is None:
             return self.model(ids)
-        return self.model(ids, MaskOnly(self.window, self.sinks))
+        return self.model(ids, GrowingCache(self.window, self.sinks))
 
     def new(self) -> Any:
         return self.new_cache()
@@ -182,37 +179,6 @@ class Subject:
         return other
 
 
-class MaskOnly:
-    """No cache: a pass over a whole text with an explicit mask of what a cache of `window` tokens and `sinks` shows."""
-
-    layers: tuple = ()
-
-    def __init__(self, window: int, sinks: int) -> None:
-        self.window = window
-        self.sinks = sinks
-
-    def __len__(self) -> int:
-        return 0
-
-    def positions(self, T: int) -> Tensor:
-        return torch.arange(T)
-
-    def append(
-        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return k, v, self.mask(pos)
-
-    def mask(self, pos: Tensor) -> Tensor:
-        """Return the mask (T, T) of the keys at pos (T,) that each query sees."""
-        near = (pos > pos[:, None] - self.window) | (pos < self.sinks)
-        return (pos <= pos[:, None]) & near
-
-    def commit(self, pos: Tensor) -> None:
-        pass
-
-    truncate = commit
-
-
 class TransformersSubject(Subject):
     """A model of transformers, with a cache that new_cache(model) makes.
 
@@ -230,31 +196,28 @@ class TransformersSubject(Subject):
         promises: bool = False,
         records_past: bool = True,
     ) -> None:
-        config = model.config.get_text_config(decoder=True)
-        self.model = model
-        self.make = new_cache
-        self.window = window
-        self.sinks = sinks
-        self.approximate = approximate
+        self.config = model.config.get_text_config(decoder=True)
+        super().__init__(model, new_cache, window, sinks, approximate=approximate)
         self.promises = promises
         self.records_past = records_past
-        if "linear_attention" in (getattr(config, "layer_types", None) or []):
+        if "linear_attention" in (getattr(self.config, "layer_types", None) or []):
             self.tolerance = DELTA_TOLERANCE
-        self.vocab_size = config.vocab_size
-        self.context = config.max_position_embeddings
         takes = inspect.signature(model.forward).parameters
         self.argument = "cache" if "cache" in takes else "past_key_values"
+
+    def sizes(self) -> tuple[int, int]:
+        return self.config.vocab_size, self.config.max_position_embeddings
 
     def whole(self, ids: Tensor) -> Tensor:
         mask = None  # or the model's own windows
         if self.window is not None:
-            seen = MaskOnly(self.window, self.sinks).mask(torch.arange(ids.size(1)))
+            seen = GrowingCache(self.window, self.sinks).mask(torch.arange(ids.size(1)))
             mask = torch.zeros(1, 1, *seen.shape, dtype=self.model.dtype)
             mask = mask.masked_fill(~seen, torch.finfo(mask.dtype).min).to(ids.device)
         return self.model(ids, attention_mask=mask, use_cache=False).logits
 
     def new(self) -> Any:
-        cache = self.make(self.model)
+        cache = self.new_cache(self.model)
         if self.records_past and hasattr(cache, "activate_past_recording"):
             cache.activate_past_recording()
         return cache
@@ -264,7 +227,7 @@ class TransformersSubject(Subject):
 
     def read_padded(self, cache: Any, ids: Tensor, padding: Tensor) -> Tensor:
         positions = (padding.cumsum(-1) - 1).clamp(min=0)[:, -ids.size(1) :]
-        if not hasattr(cache, "ours") and not any(hasattr(each, "keys") for each in cache.layers):
+        if not any(hasattr(layer, "keys") for layer in cache.layers):
             padding = padding[:, -ids.size(1) :]  # states alone: the mask is that of the new tokens
         options = {"attention_mask": padding, "position_ids": positions, self.argument: cache}
         return self.model(ids, **options).logits
@@ -286,13 +249,9 @@ class TransformersSubject(Subject):
         except RuntimeError as error:
             raise NotOffered("copy.deepcopy() refuses what it holds") from error
 
-    def nbytes(self, cache: Any) -> int:
-        return cache.ours.nbytes if hasattr(cache, "ours") else held_bytes(cache.layers)
-
     def token_bytes(self) -> int:
-        c = self.model.config.get_text_config(decoder=True)
-        layers = [] if hasattr(cache := self.new(), "ours") else cache.layers
-        if any(hasattr(layer, "conv_states") for layer in layers):
+        c = self.config
+        if any(hasattr(layer, "conv_states") for layer in self.new().layers):
             raise NotOffered("a layer keeps a state, which has other bytes than keys and values")
         if hasattr(c, "kv_lora_rank"):
             raise NotOffered("its keys and values are made of a latent, and their sizes differ")
@@ -307,7 +266,20 @@ class TransformersSubject(Subject):
         return numbers * self.model.dtype.itemsize
 
 
-class GivenSubject(Subject):
+GIVEN = {  # what a `subject` needn't say
+    "model": nn.Module(),
+    "vocab_size": 61,
+    "context": LONG_TEXT + 20,
+    "window": None,
+    "sinks": 0,
+    "capacity": math.inf,
+    "approximate": False,
+    "promises": False,
+    "tolerance": TOLERANCE,
+}
+
+
+class GivenSubject:
     """A `subject` of a file: whatever it has; what it lacks isn't asked.
 
     It needs whole(ids), new() and read(cache, ids), as above; it may have any other method of a Subject, and
@@ -317,23 +289,16 @@ class GivenSubject(Subject):
     def __init__(self, given: Any) -> None:
         if missing := [name for name in ("whole", "new", "read") if not hasattr(given, name)]:
             raise ValueError(f"`subject` has no {'(), '.join(missing)}()")
-        for name in dir(Subject):
-            if not name.startswith("_"):
-                setattr(self, name, getattr(given, name, lambda *_, name=name: lacking(name)))
-        self.model = getattr(given, "model", nn.Module())
-        self.vocab_size = getattr(given, "vocab_size", 61)
-        self.context = getattr(given, "context", LONG_TEXT + 20)
-        self.capacity = getattr(given, "capacity", math.inf)
-        self.window = getattr(given, "window", None)
-        self.sinks = getattr(given, "sinks", 0)
-        self.approximate = getattr(given, "approximate", False)
-        self.promises = getattr(given, "promises", False)
-        self.tolerance = getattr(given, "tolerance", TOLERANCE)
+        self._given = given
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
 
-def lacking(name: str) -> None:
-    """Raise NotOffered: there is no method of this name."""
-    raise NotOffered(f"there is no {name}()")
+        def lacking(*_: Any) -> None:
+            raise NotOffered(f"there is no {name}()")
+
+        return getattr(self._given, name, GIVEN.get(name, lacking))
 
 
 def offered(cache: Any, name: str) -> Callable:
@@ -373,23 +338,15 @@ def held_bytes(held: Any) -> int:
 # --- The model that a cache is examined in, and a cache that is right ---------------------------------
 
 
-@dataclass
-class SmallConfig:
-    """Geometry of the small model."""
-
-    vocab_size: int = 61
-    n_ctx: int = LONG_TEXT + 20
-    n_layer: int = 2
-    n_head: int = 4
-    n_kv_head: int = 2
-    n_embd: int = 32
-    head_dim: int = 8
-
-
 class GrowingCache:
-    """Keys, values and positions of the tokens that were read: the least that our protocol asks of a cache."""
+    """Keys and values of the tokens that were read: the least that our protocol asks of a cache.
 
-    def __init__(self) -> None:
+    window, sinks: the last and first tokens that it shows; it keeps them all, so that a whole text can be the first piece.
+    """
+
+    def __init__(self, window: int | None = None, sinks: int = 0) -> None:
+        self.window = window
+        self.sinks = sinks
         self.layers: list[Tensor] = []  # each layer's keys and values (2, B, H, S, D)
         self.n_read = 0
 
@@ -406,17 +363,22 @@ class GrowingCache:
         """Add keys and values (B, H, T, D) at pos (T,). Return all of the layer's (B, H, S, D), and the mask (T, S) of
         the keys that each query sees; None: each sees those up to its own, as in a first piece or a single token.
         Raises ValueError if the number of rows changes."""
-        new = torch.stack([k, v])
+        kv = torch.stack([k, v])
         if self.n_read:
             old = self.layers[layer][:, :, :, : self.n_read]  # not what a failed pass left
-            if old.size(1) != new.size(1):
-                raise ValueError(f"a cache of {old.size(1)} rows got {new.size(1)}")
-            new = torch.cat([old, new], dim=3)
-        self.layers[layer:] = (
-            [new] if layer >= len(self.layers) - 1 else [new, *self.layers[layer + 1 :]]
-        )
-        mask = torch.arange(new.size(3), device=pos.device) <= pos[:, None]
-        return new[0], new[1], mask
+            if old.size(1) != kv.size(1):
+                raise ValueError(f"a cache of {old.size(1)} rows got {kv.size(1)}")
+            kv = torch.cat([old, kv], dim=3)
+        self.layers[layer : layer + 1] = [kv]
+        return kv[0], kv[1], self.mask(pos)
+
+    def mask(self, pos: Tensor) -> Tensor:
+        """Return the mask (T, S) of the keys that the queries at pos (T,) see."""
+        at = torch.arange(self.n_read + len(pos), device=pos.device)
+        mask = at <= pos[:, None]
+        if self.window is not None:
+            mask &= (at > pos[:, None] - self.window) | (at < self.sinks)
+        return mask
 
     def commit(self, pos: Tensor) -> None:
         """Count the tokens at pos (T,) as read. A pass that fails never gets here, and so changes nothing."""
@@ -435,49 +397,47 @@ class GrowingCache:
         return sum(kv.nbytes for kv in self.layers)
 
 
+@dataclass
+class SmallConfig:
+    """Geometry of the small model."""
+
+    vocab_size: int = 61
+    n_ctx: int = LONG_TEXT + 20
+    n_layer: int = 2
+    n_head: int = 4
+    n_kv_head: int = 2
+    n_embd: int = 32
+    head_dim: int = 8
+
+
 class SmallBlock(nn.Module):
     """Attention in which two query heads share a key head, then an MLP."""
 
     def __init__(self, config: SmallConfig) -> None:
         super().__init__()
-        self.config = config
         width, size = config.n_embd, config.head_dim
-        self.query = nn.Linear(width, config.n_head * size)
-        self.key = nn.Linear(width, config.n_kv_head * size)
-        self.value = nn.Linear(width, config.n_kv_head * size)
+        self.heads = [config.n_head, config.n_kv_head, config.n_kv_head]
+        self.qkv = nn.Linear(width, sum(self.heads) * size)
         self.out = nn.Linear(config.n_head * size, width)
         self.mlp = nn.Sequential(
             nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
         )
 
     def forward(self, x: Tensor, pos: Tensor, cache: Any, layer: int) -> Tensor:
-        B, T, _ = x.shape
-        normed = F.layer_norm(x, x.shape[-1:])
-        size = self.config.head_dim
-        q = self.query(normed).view(B, T, -1, size).transpose(1, 2)
-        k = self.key(normed).view(B, T, -1, size).transpose(1, 2)
-        v = self.value(normed).view(B, T, -1, size).transpose(1, 2)
-        q, k, mask = rotate(q, pos), rotate(k, pos), None
+        B, T, C = x.shape
+        qkv = self.qkv(F.layer_norm(x, [C])).view(B, T, sum(self.heads), -1)
+        q, k, v = qkv.transpose(1, 2).split(self.heads, dim=1)  # (B, H, T, D)
+        mask = None
         if cache is not None:
             k, v, mask = cache.append(layer, k, v, pos)
         causal = mask is None and T > 1
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.mlp(F.layer_norm(x, x.shape[-1:]))
-
-
-def rotate(x: Tensor, pos: Tensor) -> Tensor:
-    """Turn pairs of numbers of x (B, H, T, D) by angles that grow with the positions (T,)."""
-    half = x.size(-1) // 2
-    speed = 100.0 ** (-torch.arange(half, device=x.device) / half)
-    angle = pos[:, None] * speed  # (T, D / 2)
-    cos, sin = angle.cos(), angle.sin()
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+        return x + self.mlp(F.layer_norm(x, [C]))
 
 
 class SmallModel(nn.Module):
-    """Two layers that show most faults of a cache: positions are learned as well as turned, key heads shared."""
+    """Two layers that show the faults of a cache: what a token is depends on its position, and key heads are shared."""
 
     new_cache = GrowingCache
 
@@ -621,7 +581,7 @@ class Trial:
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
         self.tolerance = subject.tolerance
-        self.largest = -1.0  # difference, relative to the largest logit
+        self.largest = 0.0  # difference, relative to the largest logit
         self.steps: list[str] = []  # since the last cache was made
         self.start = 0
         self.cache: Any = None  # that was read with last,
@@ -635,9 +595,9 @@ class Trial:
         parameter = next(self.subject.model.parameters(), ids)
         return ids.to(parameter.device)
 
-    def other(self, ids: Tensor) -> Tensor:
-        """Return ids that differ everywhere."""
-        return (ids + 1) % self.subject.vocab_size
+    def other(self, ids: Tensor, n: int) -> Tensor:
+        """Return ids (B, T) that differ everywhere from the n-th token on."""
+        return torch.cat([ids[:, :n], (ids[:, n:] + 1) % self.subject.vocab_size], dim=1)
 
     def new(self) -> Any:
         self.steps = []
@@ -652,23 +612,35 @@ class Trial:
     def filled(self, ids: Tensor) -> Any:
         """Return a cache that has read ids (B, T)."""
         cache = self.new()
-        self.read(cache, ids, 0)
+        if ids.size(1):
+            self.read(cache, ids, 0)
         return cache
 
-    def pieces(self, ids: Tensor, sizes: list[int], cache: Any = None) -> Any:
+    def step(self, cache: Any, text: Tensor, start: int, end: int, expected: Tensor) -> None:
+        """Read text (B, T) from start to end, and compare with the logits that are expected of the whole text."""
+        got = self.read(cache, text[:, :end], start)
+        self.compare(got, expected[:, start:end], start)
+
+    def pieces(
+        self, ids: Tensor, sizes: list[int], cache: Any = None, expected: Tensor | None = None
+    ) -> Any:
         """Read the end of ids (B, T) in pieces of these sizes, and compare each. Return the cache."""
         is_new = cache is None
         if is_new:
             cache = self.new()
+        if expected is None:
+            expected = self.subject.whole(ids)
         start = ids.size(1) - sum(sizes)
-        expected = self.subject.whole(ids)
-        for size in sizes:
-            got = self.read(cache, ids[:, : start + size], start)
+        for number, size in enumerate(sizes):
             try:
-                self.compare(got, expected[:, start : start + size], start)
+                self.step(cache, ids, start, start + size, expected)
             except WrongError as error:
-                if is_new:
-                    error.cause = cause_in_sight(self.subject, ids[:1, : start + size], start)
+                if is_new and error.difference:
+                    with contextlib.suppress(
+                        Exception
+                    ):  # a stranger's; that it is WRONG has been shown
+                        row = error.difference.row
+                        error.cause = cause_in_sight(self.subject, ids, sizes[: number + 1], row)
                 raise
             start += size
         return cache
@@ -682,8 +654,8 @@ class Trial:
         forgot = subject.window is not None and text.size(1) >= subject.window + subject.sinks
         try:
             subject.truncate(cache, n)
-        except (ValueError, NotImplementedError) as error:
-            if forgot and str(error):
+        except Exception as error:
+            if forgot and is_refusal(error):
                 return text
             raise
         return text[:, :n]
@@ -695,34 +667,24 @@ class Trial:
             shapes = f"{tuple(got.shape)}, must be {tuple(expected.shape)}"
             raise WrongError(f"token {first}: the logits' shape is {shapes}")
         got, expected = got.float(), expected.float()
-        apart = ((got - expected).abs() / expected.abs().max()).nan_to_num(nan=math.inf)
+        apart = (got - expected).abs() / expected.abs().max()
         largest = float(apart.max())
         self.largest = max(self.largest, largest)
         allowed = self.tolerance
         if self.subject.approximate:
-            allowed = sys.float_info.max
+            allowed = math.inf
             if self.subject.approximate is not True:
                 allowed = float(self.subject.approximate)
-        wrong = (apart > allowed).any(dim=2)  # (B, T)
+        wrong = ~(apart <= allowed)  # NaN, too
         if not wrong.any():
             return
-        tokens = wrong.any(dim=0).nonzero()[:, 0].tolist()
-        rows = wrong.any(dim=1).nonzero()[:, 0].tolist()
-        row = int(wrong[:, tokens[0]].nonzero()[0])
-        logit = int(apart[row, tokens[0]].argmax())
-        difference = Difference(
-            row=row,
-            token=first + tokens[0],
-            logit=logit,
-            got=float(got[row, tokens[0], logit]),
-            expected=float(expected[row, tokens[0], logit]),
-            largest=largest,
-            rows=rows,
-            tokens=[first + token for token in tokens],
-            piece=(first, first + got.size(1) - 1),
-            steps=self.history(),
-        )
-        raise WrongError(str(difference), difference)
+        token = int(wrong.nonzero()[:, 1].min())
+        row = int(wrong[:, token].nonzero()[0, 0])
+        logit = int(apart[row, token].argmax())
+        number, must = float(got[row, token, logit]), float(expected[row, token, logit])
+        difference = Difference(row, first + token, logit, number, must, largest)
+        place = f"row {row}, token {first + token}: logit {logit} is {number:.4g}"
+        raise WrongError(f"{place}, must be {must:.4g} ({self.history()})", difference)
 
     def history(self) -> str:
         """Return what was done since the last cache was made, in words."""
@@ -734,32 +696,74 @@ class Trial:
             words = [*words[:3], "...", *words[-3:]]
         return "a new cache: " + ", ".join(words) if words else "a new cache"
 
-    def goes_on(self) -> bool:
-        """Return whether the cache, which has just refused, reads a token as if it hadn't been asked, or refuses it."""
+    def goes_on(self) -> None:
+        """Have the cache, which has just refused, read a token as if it hadn't been asked, or refuse that, too."""
         if self.text is None:
-            return True
+            return
         text, start = self.text, self.start
         if start == text.size(1):  # it refused a cut
             text = torch.cat([text, text[:, :1]], dim=1)
-        text = text[:, : start + 1]
-        try:
-            self.compare(
-                self.read(self.cache, text, start), self.subject.whole(text)[:, start:], start
-            )
-        except (ValueError, NotImplementedError) as error:
-            return str(error) != ""
-        return True
+        with may_refuse():
+            self.step(self.cache, text, start, start + 1, self.subject.whole(text[:, : start + 1]))
 
 
-def cause_in_sight(subject: Subject, ids: Tensor, start: int) -> str:
-    """Return what sight() does, or "" if the cache raises an error on the way."""
+def is_refusal(error: Exception) -> bool:
+    """Return whether an error is meant: a ValueError or NotImplementedError with a message, by a `raise` in the code of
+    a cache or a model. Shapes that don't fit are errors of torch and numpy, or of their compiled code."""
+    if not isinstance(error, ValueError | NotImplementedError) or not str(error):
+        return False
+    trace = error.__traceback__
+    while trace.tb_next:
+        trace = trace.tb_next
+    frame = trace.tb_frame
+    package = frame.f_globals.get("__name__", "").partition(".")[0]
+    instruction = dis.opname[frame.f_code.co_code[trace.tb_lasti]]
+    return instruction == "RAISE_VARARGS" and package not in ("torch", "numpy")
+
+
+@contextlib.contextmanager
+def may_refuse() -> Iterator[None]:
+    """Go on behind what the cache refuses, or doesn't offer."""
     try:
-        return sight(subject, ids, start)
-    except Exception:  # a stranger's; that it is WRONG has been shown
-        return ""
+        yield
+    except Exception as error:
+        if not isinstance(error, NotOffered) and not is_refusal(error):
+            raise
 
 
-def sight(subject: Subject, ids: Tensor, start: int) -> str:
+def cause_in_sight(subject: Subject, ids: Tensor, sizes: list[int], row: int) -> str:
+    """Return the cause of a wrong logit in a row of ids (B, T), in the last of pieces of these sizes; or ""."""
+    end = sum(sizes)
+    start = end - sizes[-1]
+
+    def cached(text: Tensor) -> Tensor:
+        """Return the logits of the last piece."""
+        cache = subject.new()
+        for piece in text.split(sizes, dim=1):
+            got = subject.read(cache, piece)
+        return got
+
+    batch = ids[:, :end]
+    alone = batch[row : row + 1]
+    before = cached(batch)
+    another = (batch.repeat(1, 9)[:, : 9 if end < 9 else 5] + 1) % subject.vocab_size
+    subject.read(subject.new(), another)
+    if not is_close(subject, before, cached(batch)):
+        return "reset" if before.isfinite().all() else ""
+    if len(ids) > 1 and is_close(subject, cached(alone), subject.whole(alone)[:, start:]):
+        return "rows"
+    cause = sight(subject, alone, start, short_is_right=end > 8)
+    if cause in ("mask: new only", "mask: loses tokens", "rotation"):  # a longer text says more
+        longer = alone.repeat(1, 9)[:, : min(end + 8, subject.context)]
+        cause = sight(subject, longer, end, short_is_right=False) or cause
+    return cause
+
+
+def is_close(subject: Subject, got: Tensor, expected: Tensor) -> bool:
+    return bool((got - expected).abs().max() <= subject.tolerance * expected.abs().max())
+
+
+def sight(subject: Subject, ids: Tensor, start: int, short_is_right: bool) -> str:
     """Return what is wrong with the tokens that ids (1, T) see from `start` on, by changing one token after the other:
     a cause, or "" if each sees what it must. Only one layer is used, in which no token sees by another's eyes."""
     shallow = copy.copy(subject)
@@ -769,39 +773,49 @@ def sight(subject: Subject, ids: Tensor, start: int) -> str:
             if isinstance(child, nn.ModuleList):
                 setattr(module, name, child[:1])
 
-    def logits(text: Tensor) -> tuple[Tensor, Tensor]:
+    def cached(text: Tensor) -> Tensor:
         cache = shallow.new()
         if start:
             shallow.read(cache, text[:, :start])
-        return shallow.read(cache, text[:, start:]), shallow.whole(text)[:, start:]
+        return shallow.read(cache, text[:, start:])
 
-    base = logits(ids)
-    if (base[0] - base[1]).abs().max() <= subject.tolerance:
-        return ""  # it takes two layers, or other pieces
+    def whole(text: Tensor) -> Tensor:
+        return shallow.whole(text)[:, start:]
+
     n = ids.size(1)
-    too_many, too_few = [], []
-    for token in sorted({*range(min(8, n)), *range(max(0, n - LONGEST_SIGHT), n)}):
-        changed = ids.clone()
-        changed[0, token] = (changed[0, token] + 1) % subject.vocab_size
-        got, expected = (
-            (new - old).abs().amax(dim=2)[0] > subject.tolerance
-            for new, old in zip(logits(changed), base, strict=True)
-        )
-        too_many += [(token, start + int(q)) for q in (got & ~expected).nonzero()]
-        too_few += [(token, start + int(q)) for q in (expected & ~got).nonzero()]
-    if any(token > query for token, query in too_many):
+    tokens = {*range(min(8, n)), *range(max(0, n - LONGEST_SIGHT), n)}
+
+    def seen(logits: Callable[[Tensor], Tensor]) -> set[tuple[int, int]]:
+        """Return the tokens that change something, each with the token for which they do."""
+        before = logits(ids)
+        pairs = set()
+        for token in tokens:
+            changed = ids.clone()
+            changed[0, token] = (changed[0, token] + 1) % subject.vocab_size
+            differs = (logits(changed) - before).abs().amax(dim=2)[0] > subject.tolerance
+            pairs |= {(token, start + int(query)) for query in differs.nonzero()}
+        return pairs
+
+    got = cached(ids)
+    if is_close(subject, got, whole(ids)) or not got.isfinite().all():
+        return ""  # it takes two layers, or other pieces
+    sees, must_see = seen(cached), seen(whole)
+    if any(token > query for token, query in sees - must_see):
         return "mask: future"
-    if too_many:
+    if sees - must_see:
         return "window: edge"
-    if not too_few:
+    lost = must_see - sees
+    if not lost:
         return "rotation" if isinstance(subject.model, SmallModel) else ""
     if subject.window is not None:
         return "window: order"
-    lost = sorted({token for token, _ in too_few})
-    if start and lost[:start] == [*range(start)]:
+    square = {(token, query) for token, query in must_see if query - start < token < query}
+    if start and (lost == square or {pair for pair in must_see if pair[0] < start} <= lost):
         return "mask: new only"
-    at_boundary = lost[0] > 2 and (lost[0] % 4 == 0 or lost[0] % 4 == 3)
-    return "pages" if at_boundary else "mask: loses tokens"
+    first = min(query for _, query in lost)
+    if short_is_right and {token for token, query in lost if query == first} != {0}:
+        return "pages"
+    return "mask: loses tokens"
 
 
 class Check(NamedTuple):
@@ -813,41 +827,35 @@ class Check(NamedTuple):
     group: str = ""
 
     def find(self, subject: Subject) -> Finding:
-        """Return what this check finds."""
+        """Return what this check finds. What few caches promise isn't wrong in one that doesn't."""
         trial = Trial(subject)
         torch.manual_seed(0)
+        difference, cause = None, ""
         try:
             with torch.no_grad():
-                try:
-                    says = self.function(trial)
-                except (ValueError, NotImplementedError) as refusal:
-                    if not str(refusal) or not trial.goes_on():
-                        raise
-                    return self.finding(subject, "REFUSES", in_words(refusal))
+                verdict, says = self.ask(trial)
         except NotOffered as error:
-            return self.finding(subject, "not offered", str(error))
+            verdict, says = "not offered", str(error)
         except WrongError as error:
-            return self.finding(subject, "WRONG", str(error), error.difference, error.cause)
+            verdict, says = "WRONG", str(error)
+            difference, cause = error.difference, error.cause
         except (Exception, SystemExit) as error:  # whatever a stranger's code raises
-            return self.finding(subject, "BREAKS", f"{in_words(error)} ({trial.history()})")
-        difference = f"{max(trial.largest, 0):.1e} of the largest logit"
-        if says is not None:
-            return self.finding(subject, "measured", says)
-        exact = trial.largest <= trial.tolerance
-        return self.finding(subject, "right" if exact else "measured", difference)
-
-    def finding(
-        self,
-        subject: Subject,
-        verdict: str,
-        says: str,
-        difference: Difference | None = None,
-        cause: str = "",
-    ) -> Finding:
-        """Return a finding of this check. What few caches promise isn't wrong in one that doesn't."""
+            verdict, says = "BREAKS", f"{in_words(error)} ({trial.history()})"
         if self.group and not subject.promises and verdict in (*BAD, "REFUSES"):
             verdict, says = "not offered", f"not promised: {says}"
         return Finding(self.name, verdict, says, self.kind, self.group, difference, cause)
+
+    def ask(self, trial: Trial) -> tuple[str, str]:
+        """Return the verdict and what there is to say, if nothing is wrong."""
+        try:
+            says = self.function(trial)
+        except Exception as error:
+            if not is_refusal(error):
+                raise
+            trial.goes_on()
+            return "REFUSES", in_words(error)
+        exact = says is None and trial.largest <= trial.tolerance
+        return "right" if exact else "measured", says or f"{trial.largest:.1e} of the largest logit"
 
 
 def in_words(error: BaseException) -> str:
@@ -904,7 +912,7 @@ def _(trial: Trial) -> None:
     draw = torch.Generator().manual_seed(2)
     for seed in range(8):
         ids = trial.ids(seed=seed)
-        trial.pieces(ids, random_sizes(draw, ids.size(1), [1, 3, TEXT][seed % 3]))
+        trial.pieces(ids, random_sizes(draw, ids.size(1), [3, 8, TEXT][seed % 3]))
 
 
 def random_sizes(draw: torch.Generator, n: int, largest: int) -> list[int]:
@@ -953,7 +961,7 @@ def window_of(subject: Subject) -> int:
     """Return the tokens that a cache shows, or a model of transformers. Raises NotOffered if these are all."""
     window = subject.window
     if window is None and isinstance(subject, TransformersSubject):
-        window = getattr(subject.model.config.get_text_config(), "sliding_window", None)
+        window = getattr(subject.config, "sliding_window", None)
     if window is None or 4 * (window + subject.sinks) >= subject.context:
         raise NotOffered("it has no window below a quarter of the context")
     return window + subject.sinks
@@ -964,24 +972,21 @@ def _(trial: Trial) -> None:
     for rows in range(1, 6):
         ids = trial.ids(rows)
         expected = torch.cat([trial.subject.whole(row[None]) for row in ids])
-        cache, start = trial.new(), 0
-        for size in (ids.size(1) - 5, 4, 1):
-            got = trial.read(cache, ids[:, : start + size], start)
-            trial.compare(got, expected[:, start : start + size], start)
-            start += size
+        trial.pieces(ids, [ids.size(1) - 5, 4, 1], trial.new(), expected)
 
 
 @check("texts that are padded on the left", "nnsight#673")
 def _(trial: Trial) -> None:
-    subject, ids, n_padded = trial.subject, trial.ids(2), 5
+    subject, ids, n_padded = trial.subject, trial.ids(), 5
     padding = torch.ones_like(ids)
     padding[0, :n_padded] = 0
+    expected = subject.whole(ids)
+    expected[0, n_padded:] = subject.whole(ids[:1, n_padded:])[0]
     cache, start = trial.new(), ids.size(1) - 6
     subject.read_padded(cache, ids[:, :start], padding[:, :start])
-    for end in range(start + 1, ids.size(1) + 1):
-        got = subject.read_padded(cache, ids[:, end - 1 : end], padding[:, :end])
-        trial.compare(got[1:], subject.whole(ids[1:, :end])[:, -1:], end - 1)
-        trial.compare(got[:1], subject.whole(ids[:1, n_padded:end])[:, -1:], end - 1)
+    for n in range(start, ids.size(1)):
+        got = subject.read_padded(cache, ids[:, n : n + 1], padding[:, : n + 1])
+        trial.compare(got, expected[:, n : n + 1], n)
 
 
 @check("a neighbour of NaN", "pytorch#103963, pytorch#101967")
@@ -990,11 +995,10 @@ def _(trial: Trial) -> None:
     expected = trial.subject.whole(ids)
     factor = torch.tensor([1.0, math.nan])[:, None, None].to(ids.device)
     with embedding_times(trial, factor):
-        cache, start = trial.new(), 0
-        for end in range(7, ids.size(1), 7):
-            got = trial.read(cache, ids[:, :end], start)
-            trial.compare(got[:1], expected[:1, start:end], start)
-            start = end
+        cache = trial.new()
+        for start in range(0, ids.size(1) - 7, 7):
+            got = trial.read(cache, ids[:, : start + 7], start)
+            trial.compare(got[:1], expected[:1, start : start + 7], start)
 
 
 @contextlib.contextmanager
@@ -1007,34 +1011,9 @@ def embedding_times(trial: Trial, factor: Tensor | float) -> Iterator[None]:
     hook = embedding.register_forward_hook(lambda module, args, out: (out * factor).to(out.dtype))
     try:
         yield
-    except (ValueError, NotImplementedError):
+    except Exception:
         trial.text = None  # a cache that refused here can't go on without the factor
         raise
-    finally:
-        hook.remove()
-
-
-@contextlib.contextmanager
-def failing(subject: Subject, ids: Tensor, at_end: bool, error: type) -> Iterator[None]:
-    """Any pass fails as it comes to its last module, or to one in the middle."""
-    order: list[nn.Module] = []
-    hooks = [
-        module.register_forward_pre_hook(lambda module, _: order.append(module))
-        for module in subject.model.modules()
-        if not [*module.children()] and [*module.parameters()]
-    ]
-    subject.whole(ids[:, :2])
-    for hook in hooks:
-        hook.remove()
-    if not order:
-        raise NotOffered("there is no model whose pass could be made to fail")
-
-    def fail(*_: object) -> None:
-        raise error
-
-    hook = order[-1 if at_end else len(order) // 2].register_forward_pre_hook(fail)
-    try:
-        yield
     finally:
         hook.remove()
 
@@ -1047,43 +1026,52 @@ def fail_pass(
     at_end: bool = True,
     error: type = Interrupted,
 ) -> None:
-    """Read what stands in text from start on, in a pass that fails. Raises WrongError if it doesn't."""
-    with failing(trial.subject, text, at_end, error):
-        try:
-            trial.read(cache, text, start)
-        except error:
-            trial.steps[-1] = f"a pass of {text.size(1) - start} that fails"
-            return
+    """Read what stands in text from start on, in a pass that fails as it comes to the model's last module, or to one in
+    the middle. Raises WrongError if it comes to its end."""
+    order: list[nn.Module] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda module, _: order.append(module))
+        for module in trial.subject.model.modules()
+        if not [*module.children()] and [*module.parameters()]
+    ]
+    trial.subject.whole(text[:, :2])
+    for hook in hooks:
+        hook.remove()
+    if not order:
+        raise NotOffered("there is no model whose pass could be made to fail")
+
+    def fail(*_: object) -> None:
+        raise error
+
+    hook = order[-1 if at_end else len(order) // 2].register_forward_pre_hook(fail)
+    try:
+        trial.read(cache, text, start)
+    except error:
+        trial.steps[-1] = f"a pass of {text.size(1) - start} that fails"
+        return
+    finally:
+        hook.remove()
     raise WrongError("a pass whose last module raised an error came to its end")
 
 
 def go_on_after_failure(trial: Trial, at_end: bool, error: type = Interrupted) -> None:
     """Other tokens are read by passes that fail: a piece and a single token, early and late in a text."""
     ids = trial.ids()
-    for n in (0, 4, ids.size(1) - 8):
-        for size in (1, 4):
-            cache = trial.filled(ids[:, :n]) if n else trial.new()
-            other = torch.cat([ids[:, :n], trial.other(ids[:, n : n + size])], dim=1)
-            fail_pass(trial, cache, other, n, at_end, error)
-            trial.pieces(ids[:, : n + 8], [1, 5, 2], cache)
-            cache = trial.filled(ids[:, :n]) if n else trial.new()
-            fail_pass(trial, cache, other, n, at_end, error)
-            trial.pieces(ids[:, : n + 8], [5, 1, 2], cache)
+    for n, size, sizes in itertools.product(
+        (0, 4, ids.size(1) - 8), (1, 4), ([1, 5, 2], [5, 1, 2])
+    ):
+        cache = trial.filled(ids[:, :n])
+        fail_pass(trial, cache, trial.other(ids[:, : n + size], n), n, at_end, error)
+        trial.pieces(ids[:, : n + 8], sizes, cache)
 
 
-@check("a pass that fails in the middle, then goes on", "llamadart#601, drama_llama#52", FEW)
-def _(trial: Trial) -> None:
-    go_on_after_failure(trial, at_end=False)
-
-
-@check("a pass that fails at its end, then goes on", "llamadart#601, drama_llama#52", FEW)
-def _(trial: Trial) -> None:
-    go_on_after_failure(trial, at_end=True)
-
-
-@check("a pass that Ctrl-C ends, then goes on", "llamadart#601, drama_llama#52", FEW)
-def _(trial: Trial) -> None:
-    go_on_after_failure(trial, at_end=True, error=KeyboardInterrupt)
+for name, options in (
+    ("a pass that fails in the middle, then goes on", {"at_end": False}),
+    ("a pass that fails at its end, then goes on", {"at_end": True}),
+    ("a pass that Ctrl-C ends, then goes on", {"at_end": True, "error": KeyboardInterrupt}),
+):
+    fails = functools.partial(go_on_after_failure, **options)
+    check(name, "llamadart#601, drama_llama#52", FEW)(fails)
 
 
 @check("a pass of NaN that fails, then goes on", "pytorch#103963", FEW)
@@ -1107,12 +1095,9 @@ def _(trial: Trial) -> None:
     for n in (limit - 1, limit, limit + 1):
         for size in (1, 4):
             cache = trial.filled(ids[:, :n])
-            fail_pass(
-                trial, cache, torch.cat([ids[:, :n], trial.other(ids[:, n : n + size])], 1), n
-            )
+            fail_pass(trial, cache, trial.other(ids[:, : n + size], n), n)
             held = trial.cut(cache, ids[:, :n], n - 2)
-            text = torch.cat([held, ids[:, n : n + 8]], dim=1)
-            trial.pieces(text, [1, 4, 3], cache)
+            trial.pieces(torch.cat([held, ids[:, n : n + 8]], dim=1), [1, 4, 3], cache)
 
 
 @check("a failed pass isn't counted", "TrenTorch#192", FEW)
@@ -1121,18 +1106,19 @@ def _(trial: Trial) -> None:
     cache = trial.filled(ids[:, :6])
     for size in (1, 3):
         fail_pass(trial, cache, ids[:, : 6 + size], 6)
-        counted = trial.subject.length(cache)
-        if counted != 6:
-            after = f"after 6 tokens, and {size} in a pass that failed"
-            raise WrongError(f"the count is {counted}, must be 6, {after}")
+        check_count(trial, cache, 6, "half a pass")
 
 
-def cut_and_go_on(trial: Trial, n: int, kept: int, sizes: list[int]) -> None:
-    """Read n tokens, cut back to some, count them, and go on with others."""
-    ids = trial.ids(n=n + sum(sizes))
-    read = ids[:, :n]
-    cache = trial.filled(torch.cat([read[:, :kept], trial.other(read[:, kept:])], dim=1))
-    held = trial.cut(cache, trial.text, kept)
+def cut_and_go_on(
+    trial: Trial, n: int, kept: int, sizes: list[int], rows: int = 2, draft: int = 0
+) -> None:
+    """Read n tokens, in two pieces if some are a draft, cut back to some, and go on with others."""
+    ids = trial.ids(rows, n + sum(sizes))
+    read = trial.other(ids[:, :n], kept)
+    cache = trial.filled(read[:, : n - draft])
+    if draft:
+        trial.read(cache, read, n - draft)
+    held = trial.cut(cache, read, kept)
     trial.pieces(torch.cat([held, ids[:, n:]], dim=1), sizes, cache)
 
 
@@ -1153,21 +1139,13 @@ def _(trial: Trial) -> None:
 def _(trial: Trial) -> None:
     """The last token is read again, for its logits."""
     for n in (2, min(12, trial.subject.window or 12)):
-        ids = trial.ids(n=n)
-        cache = trial.filled(ids)
-        held = trial.cut(cache, ids, n - 1)
-        trial.pieces(torch.cat([held, ids[:, -1:]], dim=1), [1], cache)
+        cut_and_go_on(trial, n, n - 1, [1])
 
 
 @check("a draft of which two tokens stay", "transformers#47912, mlx-lm#1109")
 def _(trial: Trial) -> None:
-    ids = trial.ids(1)
     n = max(1, min(3, (trial.subject.window or 7) - 4))
-    cache = trial.filled(ids[:, :n])
-    draft = torch.cat([ids[:, : n + 2], trial.other(ids[:, n + 2 : n + 4])], dim=1)
-    trial.read(cache, draft, n)
-    held = trial.cut(cache, draft, n + 2)
-    trial.pieces(torch.cat([held, ids[:, n + 4 : 18]], dim=1), [1, 4, 18 - n - 9], cache)
+    cut_and_go_on(trial, n + 4, n + 2, [1, 4, 9 - n], rows=1, draft=4)
 
 
 @check("a copy and its original go on", "exllamav2#226, physical-ai-studio#239")
@@ -1176,28 +1154,24 @@ def _(trial: Trial) -> None:
     text = trial.ids(1)
     for n in range(1, text.size(1) - 6):
         ids = text[:, : n + 6]
-        other = torch.cat([ids[:, :n], trial.other(ids[:, n:])], dim=1)
         cache = trial.filled(ids[:, :n])
         trial.steps.append("copy")
-        copied = trial.subject.clone(cache)
-        expected, expected_other = trial.subject.whole(ids), trial.subject.whole(other)
-        for start, end in ((n, n + 1), (n + 1, n + 5), (n + 5, n + 6)):
-            trial.compare(trial.read(cache, ids[:, :end], start), expected[:, start:end], start)
-            got = trial.read(copied, other[:, :end], start)
-            trial.compare(got, expected_other[:, start:end], start)
+        both = [(cache, ids), (trial.subject.clone(cache), trial.other(ids, n))]
+        read_in_turn(trial, both, [n, n + 1, n + 5, n + 6])
 
 
 @check("two texts in turn", "LMCache#4385, vllm#30931")
 def _(trial: Trial) -> None:
-    texts = [trial.ids(1, seed=seed) for seed in (3, 4)]
-    expected = [trial.subject.whole(text) for text in texts]
-    caches = [trial.new(), trial.new()]
-    start = 0
-    for size in (2, 1, 7, 1, 5):
-        end = start + size
-        for text, whole, cache in zip(texts, expected, caches, strict=True):
-            trial.compare(trial.read(cache, text[:, :end], start), whole[:, start:end], start)
-        start = end
+    both = [(trial.new(), trial.ids(1, seed=seed)) for seed in (3, 4)]
+    read_in_turn(trial, both, [0, 2, 3, 10, 11, 16])
+
+
+def read_in_turn(trial: Trial, both: list[tuple[Any, Tensor]], ends: list[int]) -> None:
+    """Have caches read the pieces of their texts that end there, one piece of each at a time."""
+    expected = [trial.subject.whole(text) for _, text in both]
+    for start, end in itertools.pairwise(ends):
+        for (cache, text), whole in zip(both, expected, strict=True):
+            trial.step(cache, text, start, end, whole)
 
 
 @check("a new text after another", "llama.cpp#27068")
@@ -1225,31 +1199,25 @@ def _(trial: Trial) -> None:
 def read_too_much(trial: Trial, cache: Any, ids: Tensor, n: int) -> None:
     """Read ids (1, T) from the n-th token on, which exceed the context: what the model reads without a cache may be
     read; anything else has to be refused, in the model's own way at least, and the text to go on."""
-    try:
-        got = trial.read(cache, ids, n)
-    except Exception as error:
-        refuses = isinstance(error, ValueError | NotImplementedError) and str(error)
-        if not refuses and not fails_alike(trial.subject, ids, error):
-            raise
+    got = tried(trial.read, cache, ids, n)
+    expected = tried(trial.subject.whole, ids)
+    if isinstance(got, Exception):
+        if not is_refusal(got) and not isinstance(expected, type(got)):
+            raise got
         if n < trial.subject.context:
             trial.pieces(ids[:, : trial.subject.context], [3, 1], cache)
-        return
+    elif isinstance(expected, Exception):
+        raise WrongError(f"token {n}: it is read, must be refused, as it is without a cache")
+    else:
+        trial.compare(got, expected[:, n:], n)
+
+
+def tried(read: Callable[..., Tensor], *args: Any) -> Tensor | Exception:
+    """Return the logits, or the error instead."""
     try:
-        expected = trial.subject.whole(ids)
+        return read(*args)
     except Exception as error:
-        raise WrongError(
-            f"token {n}: it is read, must be refused, as it is without a cache"
-        ) from error
-    trial.compare(got, expected[:, n:], n)
-
-
-def fails_alike(subject: Subject, ids: Tensor, error: Exception) -> bool:
-    """Return whether a pass without a cache raises an error of the same class."""
-    try:
-        subject.whole(ids)
-    except type(error):
-        return True
-    return False
+        return error
 
 
 @check("another number of rows", "mlx-lm#1141")
@@ -1283,28 +1251,26 @@ def _(trial: Trial) -> None:
 def count_passes(trial: Trial, ids: Tensor) -> None:
     """Raise WrongError if the count after a pass or a cut isn't the number of tokens."""
     cache, n = trial.new(), 0
-    if counted := trial.subject.length(cache):
-        raise WrongError(f"the count of a new cache is {counted}, must be 0", cause="reset")
+    check_count(trial, cache, 0, "reset")
     for size in (1, 6, 1, 9, 2):
         trial.read(cache, ids[:, : n + size], n)
         n += size
-        counted = trial.subject.length(cache)
-        if counted != n:
-            hint = "; is commit() called?" if counted == 0 else ""
-            says = f"the count is {counted}, must be {n} ({trial.history()}){hint}"
-            raise WrongError(says, cause="count")
+        check_count(trial, cache, n, "count")
         if hasattr(cache, "positions") and (position := int(cache.positions(1).max())) != n:
             says = f"the next token's position is {position}, must be {n} ({trial.history()})"
             raise WrongError(says, cause="positions: restart")
-    for kept in (15, 14, 4):
-        try:
+    with may_refuse():
+        for kept in (15, 14, 4):
             n = trial.cut(cache, ids[:, :n], kept).size(1)
-        except (NotOffered, ValueError, NotImplementedError):
-            return
-        counted = trial.subject.length(cache)
-        if counted != n:
-            says = f"the count is {counted}, must be {n} ({trial.history()})"
-            raise WrongError(says, cause="cut")
+            check_count(trial, cache, n, "cut")
+
+
+def check_count(trial: Trial, cache: Any, n: int, cause: str) -> None:
+    """Raise WrongError if the count isn't n."""
+    if (counted := trial.subject.length(cache)) != n:
+        hint = "; is commit() called?" if counted == 0 else ""
+        says = f"the count is {counted}, must be {n} ({trial.history()}){hint}"
+        raise WrongError(says, cause=cause)
 
 
 @check("bytes are those of key-value heads", "SnapKV#16")
@@ -1313,14 +1279,19 @@ def _(trial: Trial) -> None:
     subject = trial.subject
     ids = trial.ids(1, LONG_TEXT)
     n = ids.size(1)
-    slots = max(2 ** math.ceil(math.log2(n)), min(subject.context, LONGEST_CONTEXT) + 1)
+    room = min(subject.context, LONGEST_CONTEXT)
     if subject.capacity < math.inf:
-        slots = max(slots, subject.capacity + 1)
+        room = subject.capacity
+    slots = max(1 << n.bit_length(), room + 1)
     if subject.window is not None:
         slots = 2 * (subject.window + subject.sinks) + 32
     for dtype in (None, torch.bfloat16, torch.float16):
         each = subject if dtype is None else subject.as_dtype(dtype)
         nbytes, token = each.nbytes(Trial(each).filled(ids)), each.token_bytes()
+        if isinstance(each.model, SmallModel) and not each.approximate:
+            least = token * min(n, (each.window or n) + each.sinks)
+            if nbytes < least:
+                raise WrongError(f"{n} tokens take {least:,} bytes or more, and it says {nbytes:,}")
         if nbytes > token * slots:
             kept = "the context" if subject.window is None else f"a window of {subject.window}"
             words = f"{n} tokens take {nbytes:,} bytes, must be at most {token * slots:,}"
@@ -1338,7 +1309,7 @@ def _(trial: Trial) -> None:
     if not 0.9 * nbytes(cache) <= held_bytes(cache) <= 1.1 * nbytes(cache):
         raise NotOffered("its nbytes are not those of its memory")
     check_memory(trial, trial.filled(ids))
-    with contextlib.suppress(NotOffered, ValueError, NotImplementedError):
+    with may_refuse():
         trial.cut(cache, ids, 4)
     check_memory(trial, cache)
 
@@ -1359,10 +1330,9 @@ def _(trial: Trial) -> None:
         raise NotOffered("there is no model in float32")
     half, ids = subject.as_dtype(torch.bfloat16), trial.ids()
     exact, rounding = subject.whole(ids), half.whole(ids).float()
-    cache = half.new()
-    got = [half.read(cache, piece) for piece in ids.split([9, 1, 7, ids.size(1) - 17], dim=1)]
+    trial.subject = half
     trial.tolerance = 1.5 * float((rounding - exact).abs().max() / exact.abs().max()) + 0.01
-    trial.compare(torch.cat(got, dim=1), exact)
+    trial.pieces(ids, [9, 1, 7, ids.size(1) - 17], trial.new(), exact)
 
 
 @check("weights change while a text is cached", "vllm#9744, lmdeploy#4917")
@@ -1373,15 +1343,12 @@ def _(trial: Trial) -> str:
     if not parameters:
         raise NotOffered("there is no model with weights")
     cache = trial.filled(ids[:, :-1])
-    kept = [parameter.clone() for parameter in parameters]
     try:
-        for parameter in parameters:
-            parameter.mul_(1.1)
+        torch._foreach_mul_(parameters, 1.1)
         got = trial.read(cache, ids, ids.size(1) - 1)
         expected = subject.whole(ids)[:, -1:]
     finally:
-        for parameter, old in zip(parameters, kept, strict=True):
-            parameter.copy_(old)
+        torch._foreach_div_(parameters, 1.1)
     apart = float((got - expected).abs().max() / expected.abs().max())
     return f"weights a tenth larger: {apart:.1e} of the largest logit; nothing says that the cache is stale"
 
@@ -1390,8 +1357,8 @@ def _(trial: Trial) -> str:
 
 
 CAUSES = {
-    "mask: future": "a token sees later ones: look at the mask of a piece",
-    "mask: new only": "right token by token and wrong in pieces: look at the mask of a piece behind cached tokens",
+    "mask: future": "a token sees later ones, or slots that nothing was written to: look at the mask",
+    "mask: new only": "right token by token and wrong in pieces: look at what a piece behind cached tokens sees of them",
     "mask: loses tokens": "cached tokens that must be seen aren't",
     "window: edge": "the window shows a token too many or too few",
     "window: order": "a token is overwritten, or forgotten, before it is read: look at pieces on a full window",
@@ -1404,17 +1371,17 @@ CAUSES = {
     "cut": "truncate keeps too many or too few tokens, or moves keys and positions apart",
     "count": "the count isn't the number of tokens read",
     "half a pass": "a pass that failed leaves something behind",
-    "bounds": "past the end a write is lost, or wraps, without an error",
+    "bounds": "past the end a write is lost, wraps, or ends in an error that isn't meant for users",
     "pages": "wrong only where a page or a buffer is full",
     "numbers": "keys and values are stored in another precision than the model computes in",
-    "bytes": "more memory than the tokens need",
+    "bytes": "more memory than the tokens need, or than it says",
 }
 ASK_WINDOW = "does it forget tokens? give --window"
 
 
 class Diagnosis(NamedTuple):
     """What explains most of what is bad. cause: of CAUSES, or ""; shown_by: the check of the smallest input;
-    consequences: the other checks that found something."""
+    consequences: other checks that may be bad because of it."""
 
     cause: str
     says: str
@@ -1434,8 +1401,18 @@ def diagnose(findings: list[Finding]) -> Diagnosis | None:
     if cause == "mask: loses tokens" and verdicts.get(WINDOW) == "not offered":
         words += f"; {ASK_WINDOW}"
     says = f'{words}. First seen in "{name}": {bad[name].says}'
-    others = [check for check in bad if check != name]
+    others = [each.check for each in bad.values() if follows(each, bad[name], cause)]
     return Diagnosis(cause, says, name, bad[name].kind, others)
+
+
+def follows(finding: Finding, shown: Finding, cause: str) -> bool:
+    """Return whether a finding can have the cause that another has shown: it says the same, its check is for that cause,
+    or logits are wrong and texts as such are read wrong."""
+    if finding.check == shown.check:
+        return False
+    same = finding.says.partition(" (")[0] == shown.says.partition(" (")[0]
+    wrong_texts = shown.check not in ALONE and finding.difference and shown.difference
+    return bool(same or wrong_texts or ALONE.get(finding.check) == cause)
 
 
 PROMPT, SECOND, ONE_BY_ONE, ANY = BASIC = (
@@ -1450,55 +1427,62 @@ LONGER, WINDOW = (
     "a piece longer than the window, on a full one",
     "the window's first and last token",
 )
-ALONE: list[
-    tuple[str, list[str]]
-] = [  # causes of what is wrong in caches that read right, by checks
-    ("rows", ["rows of a batch, alone and together", "a neighbour of NaN"]),
-    ("reset", ["a new text after another"]),
-    ("sharing", ["two texts in turn", "a copy and its original go on"]),
-    ("cut", ["a text is cut back anywhere, then goes on", "another ending of the same text"]),
-    ("cut", ["the whole prompt is cached", "a draft of which two tokens stay"]),
-    ("positions: rows", ["texts that are padded on the left"]),
-    ("half a pass", [each.name for each in CHECKS if "fail" in each.name or "Ctrl-C" in each.name]),
-    ("bounds", ["past the context"]),
-    ("rows", ["another number of rows"]),
-    ("numbers", ["bfloat16 beside float32"]),
-    ("bytes", ["bytes are those of key-value heads", "bytes are the memory that is held"]),
-]
+ALONE = {  # causes of what is wrong in caches that read right, by check
+    "rows of a batch, alone and together": "rows",
+    "a neighbour of NaN": "rows",
+    "a new text after another": "reset",
+    "two texts in turn": "sharing",
+    "a copy and its original go on": "sharing",
+    "a text is cut back anywhere, then goes on": "cut",
+    "another ending of the same text": "cut",
+    "the whole prompt is cached": "cut",
+    "a draft of which two tokens stay": "cut",
+    "texts that are padded on the left": "positions: rows",
+    **{each.name: "half a pass" for each in CHECKS if each.group},
+    "past the context": "bounds",
+    "another number of rows": "rows",
+    "bfloat16 beside float32": "numbers",
+    "bytes are those of key-value heads": "bytes",
+    "bytes are the memory that is held": "bytes",
+}
 
 
 def cause_of(bad: dict[str, Finding], verdicts: dict[str, str]) -> tuple[str, str]:
     """Return the likeliest cause, and the check that shows it, by the pattern of what is bad and what is right."""
-    if COUNT in bad and bad[COUNT].cause:
-        return bad[COUNT].cause, COUNT
     reading = [name for name in (*BASIC, LONGER, WINDOW, *LONG) if name in bad]
+    counted = bad[COUNT].cause if COUNT in bad else ""
+    if counted and (reading or counted != "positions: restart"):  # asking may have moved them
+        return counted, COUNT
     if not reading:
-        for cause, names in ALONE:
-            for name in names:
-                if name in bad:
-                    return cause, name
+        for name, cause in ALONE.items():
+            if name in bad:
+                return cause, name
         return "", next(iter(bad))
     name = reading[0]
     difference = bad[name].difference
-    one_row_is_right = "two texts in turn" not in bad and LONG[0] not in bad
-    if one_row_is_right and ONE_BY_ONE in bad:
-        return "rows", name
-    if difference and difference.largest < ROUNDING:
-        return "numbers", name
-    for each in reading:
-        if bad[each].cause:
-            return bad[each].cause, each
-    if difference is None:
+    if difference is None or math.isnan(difference.got):
         return "", name
+    if name not in LONG and difference.largest < ROUNDING:
+        return "numbers", name
+    causes = [bad[each].cause for each in reading if bad[each].cause]
+    cause = causes[0] if causes else ""
+    if name in LONG:
+        if cause in ("rotation", "mask: loses tokens", "reset"):
+            return cause, name
+        refused = "past the context" not in bad or bad["past the context"].difference
+        return "pages" if refused else "bounds", name
+    pieces_only = name in (SECOND, ANY) and ONE_BY_ONE not in bad
+    if pieces_only and cause in ("", "mask: loses tokens", "rotation", "pages"):
+        return "mask: new only", name
+    if cause:
+        return cause, name
     if name == PROMPT and difference.token == 0:
-        return "reset", name
+        return "mask: future", name
     if name in (LONGER, WINDOW):
         return "window: order", name
-    if name in LONG:
-        return ("bounds" if "past the context" in bad else "pages"), name
-    if ONE_BY_ONE not in bad:
+    if pieces_only:
         return "mask: new only", name
-    first = bad[ONE_BY_ONE].difference
+    first = bad[ONE_BY_ONE].difference if ONE_BY_ONE in bad else None
     if first is None or first.token <= 1:
         return "positions: restart", name
     if first.token == 2:
@@ -1518,26 +1502,29 @@ def dynamic(model: Any) -> Any:
     return DynamicCache(config=model.config)
 
 
+LIMITS = ("window", "sinks", "capacity", "approximate")
+
+
 def load_subject(options: argparse.Namespace) -> Subject:
     """Return what a command line hands over. Raises ValueError, in a sentence, if that can't be examined."""
-    given = {}
-    if options.file is None:
-        if options.model is None and options.family is None:
-            return Subject(small_model())
-    else:
-        given = definitions(Path(options.file))
+    of_transformers = options.model or options.family
+    given = definitions(Path(options.file)) if options.file else {}
     if options.model and options.family:
         raise ValueError("give --model or --family, not both")
-    if (options.model or options.family) and given and "make" not in given:
+    if of_transformers and given and "make" not in given:
         raise ValueError(f"{options.file} has no make(model), which --model and --family need")
-    if "subject" in given:
-        return GivenSubject(given["subject"])
-    if "make" in given or options.file is None:
-        make = given.get("make", dynamic)
-        model = transformers_model(options)
-        return TransformersSubject(
-            model, make, options.window, options.sinks or 0, options.approximate
-        )
+    if "subject" in given or not (given or of_transformers):
+        limited = [f"--{name}" for name in LIMITS if getattr(options, name)]
+        if limited:
+            whose = "a `subject` says itself" if given else "the cache in this file doesn't have"
+            raise ValueError(f"{', '.join(limited)}: that is what {whose}")
+        return GivenSubject(given["subject"]) if given else Subject(small_model())
+    if "make" in given or not given:
+        if options.capacity:
+            raise ValueError("--capacity is for a class Cache: the model's context counts here")
+        model, make = transformers_model(options), given.get("make", dynamic)
+        sinks = options.sinks or 0
+        return TransformersSubject(model, make, options.window, sinks, options.approximate)
     if isinstance(model := given.get("model"), nn.Module):
         return protocol_subject(model.eval(), model.new_cache, options)
     if isinstance(given.get("Cache"), type):
@@ -1554,16 +1541,10 @@ def definitions(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     sys.path.insert(0, str(path.resolve().parent))
-    spec = importlib.util.spec_from_file_location(f"examined_{path.stem}", path)
-    if spec is None:
-        raise ValueError(f"{path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look themselves up
     try:
-        spec.loader.exec_module(module)
+        return runpy.run_path(str(path), run_name=f"examined_{path.stem}")
     except (Exception, SystemExit) as error:
         raise ValueError(f"{path} can't be run: {in_words(error)}") from error
-    return vars(module)
 
 
 def transformers_model(options: argparse.Namespace) -> Any:
@@ -1578,7 +1559,7 @@ def transformers_model(options: argparse.Namespace) -> Any:
 def protocol_subject(model: nn.Module, new_cache: Callable, options: argparse.Namespace) -> Subject:
     """Return a model with a cache of our protocol, whose window, sinks and capacity are options, or its attributes.
     Raises ValueError if it can't be made, or lacks a method."""
-    limits = ("window", "sinks", "capacity")
+    limits = LIMITS[:3]
     chosen = {name: getattr(options, name) for name in limits if getattr(options, name) is not None}
     with contextlib.suppress(TypeError, ValueError):  # a class that says nothing of its arguments
         takes = inspect.signature(new_cache).parameters
@@ -1659,7 +1640,7 @@ def findings_of(options: argparse.Namespace) -> Iterator[Finding]:
             child.join()
 
 
-def report(findings: Iterator[Finding], as_json: bool = False) -> int:
+def report(findings: Iterator[Finding], as_json: bool = False, in_full: bool = False) -> int:
     """Print findings as they come, then the diagnosis, and what is bad in words. Return the exit status. Raises
     ValueError if everything is refused."""
     found = []
@@ -1667,43 +1648,39 @@ def report(findings: Iterator[Finding], as_json: bool = False) -> int:
         found.append(finding)
         if not as_json:
             print(f"{finding.verdict:11}  {finding.check}", flush=True)
-    verdicts = [finding.verdict for finding in found]
     diagnosis = diagnose(found)
     if as_json:
         record = {"diagnosis": diagnosis and diagnosis._asdict(), "findings": []}
         for finding in found:
-            difference = finding.difference and {
-                key: None if isinstance(value, float) and not math.isfinite(value) else value
-                for key, value in finding.difference._asdict().items()
-            }
-            record["findings"].append(finding._asdict() | {"difference": difference})
-        print(json.dumps(record, indent=2, allow_nan=False))
+            place = finding.difference and finding.difference[:3]  # row, token, logit
+            record["findings"].append(finding._asdict() | {"difference": place})
+        print(json.dumps(record, indent=2))
     else:
-        print_summary(found, diagnosis)
-    if not {"right", "measured", *BAD} & {*verdicts}:
+        print_summary(found, diagnosis, in_full)
+    verdicts = {finding.verdict for finding in found}
+    if not {"right", "measured", *BAD} & verdicts:
         refused = [finding.says for finding in found if finding.verdict == "REFUSES"]
         raise ValueError(f"nothing to examine: {(refused or [found[0].says])[0]}")
     return int(diagnosis is not None)
 
 
-def print_summary(findings: list[Finding], diagnosis: Diagnosis | None) -> None:
-    """Print the diagnosis, and what was found beside right answers."""
+def print_summary(findings: list[Finding], diagnosis: Diagnosis | None, in_full: bool) -> None:
+    """Print the diagnosis, and what was found beside right answers: what may follow from the diagnosis by name only."""
+    folded: list[str] = []
     if diagnosis:
         print(f"\nDiagnosis: {diagnosis.says}")
         if diagnosis.kind:
             print(f"Public bugs that this check is for: {diagnosis.kind}")
-        if diagnosis.consequences:
-            print(f"{len(diagnosis.consequences)} more checks are bad: repair this first.")
+        if diagnosis.consequences and not in_full:
+            folded = diagnosis.consequences
+            print(f"{len(folded)} more may follow from it (--all): {'; '.join(folded)}")
     print()
-    for verdict in ("WRONG", "BREAKS", "REFUSES", "measured", "not offered"):
+    verdicts = [finding.verdict for finding in findings]
+    for verdict in VERDICTS[1:]:
         for finding in findings:
-            if finding.verdict == verdict:
+            if finding.verdict == verdict and finding.check not in folded:
                 print(f"{verdict:11}  {finding.check}: {finding.says}")
-    counts = []
-    for verdict in ("right", "WRONG", "REFUSES", "BREAKS", "not offered", "measured"):
-        n = sum(finding.verdict == verdict for finding in findings)
-        counts.append(f"{n} {verdict}")
-    print("\n" + ", ".join(counts))
+    print("\n" + ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in VERDICTS))
 
 
 def at_least(least: int, kind: Callable) -> Callable:
@@ -1717,15 +1694,16 @@ def at_least(least: int, kind: Callable) -> Callable:
     return number
 
 
-def main(argv: list[str] | None = None) -> None:
-    usage, _, more = __doc__.partition("\n\n")
+def arguments() -> argparse.ArgumentParser:
+    what, _, how = __doc__.partition("\n\n")
     parser = argparse.ArgumentParser(
-        description=usage, epilog=more, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=what, epilog=how, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("file", nargs="?", metavar="FILE.py", help="whose cache is examined")
     add("--model", metavar="NAME", help="a model of transformers, by name or folder")
-    add("--family", choices=FAMILIES, help="a small random model of transformers (default: llama)")
+    families = f"a small random model of transformers: {', '.join(FAMILIES)}"
+    add("--family", choices=FAMILIES, metavar="NAME", help=families)
     add("--window", type=at_least(1, int), help="tokens that the cache shows")
     add("--sinks", type=at_least(0, int), help="first tokens that it always shows")
     add("--capacity", type=at_least(1, int), help="tokens that it has room for")
@@ -1745,10 +1723,16 @@ def main(argv: list[str] | None = None) -> None:
         default=30.0,
         help="seconds that a check may take (default: 30)",
     )
+    add("--all", action="store_true", help="print what follows from the diagnosis in full, too")
     add("--json", action="store_true", help="print findings as JSON")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = arguments()
     options = parser.parse_args(argv)
     try:
-        status = report(findings_of(options), options.json)
+        status = report(findings_of(options), options.json, options.all)
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: {' '.join(str(error).split())}\n")
     except KeyboardInterrupt:

@@ -23,6 +23,7 @@ from examine import (
     CAUSES,
     CHECKS,
     LONG_TEXT,
+    VERDICTS,
     Finding,
     NotOffered,
     Subject,
@@ -53,10 +54,12 @@ class FromScratchSubject(Subject):
     def __init__(
         self, model: nn.Module, cache_class: type, config: dict[str, Any], takes_flag: bool
     ) -> None:
-        self.model, self.cache_class, self.takes_flag = model, cache_class, takes_flag
-        self.vocab_size, self.context = config["vocab_size"], config["context_length"]
-        self.n_layer = config["n_layers"]
-        self.window, self.sinks, self.approximate = None, 0, False
+        self.config = config
+        self.takes_flag = takes_flag
+        super().__init__(model, partial(cache_class, n_layers=config["n_layers"]))
+
+    def sizes(self) -> tuple[int, int]:
+        return self.config["vocab_size"], self.config["context_length"]
 
     def whole(self, ids: Tensor) -> Tensor:
         position, self.model.current_pos = self.model.current_pos, 0
@@ -68,7 +71,7 @@ class FromScratchSubject(Subject):
     def new(self) -> Any:
         # reset_kv_cache(), which each generation of the package begins with
         self.model.current_pos = 0
-        return self.cache_class(n_layers=self.n_layer)
+        return self.new_cache()
 
     def read(self, cache: Any, ids: Tensor) -> Tensor:
         flag = {"use_cache": True} if self.takes_flag else {}
@@ -129,6 +132,13 @@ def from_scratch(kind: str) -> Subject:
     return FromScratchSubject(randomized(model), cache_class, config, kind == "gpt2")
 
 
+def theirs(
+    family: str, make: Callable[[Any], Any] = dynamic, **about: Any
+) -> Callable[[], Subject]:
+    """Return what makes a small model of transformers, with a cache of theirs or ours."""
+    return lambda: TransformersSubject(family_model(family), make, **about)
+
+
 # By name: what the page shows, and how it is made.
 SUBJECTS: dict[str, tuple[str, Callable[[], Subject]]] = {
     "gpt": ("`gpt_kv_cache.py`, `KVCache`", lambda: Subject(small_gpt())),
@@ -163,40 +173,35 @@ SUBJECTS: dict[str, tuple[str, Callable[[], Subject]]] = {
     ),
     "transformers-dynamic": (
         "transformers, `DynamicCache`",
-        lambda: TransformersSubject(family_model("llama"), dynamic),
+        theirs("llama"),
     ),
     "transformers-static": (
         "transformers, `StaticCache`",
-        lambda: TransformersSubject(family_model("llama"), static),
+        theirs("llama", static),
     ),
     "transformers-sliding": (
         f"transformers, `DynamicCache`, a window of {WINDOW}",
-        lambda: TransformersSubject(family_model("mistral"), dynamic),
+        theirs("mistral"),
     ),
     "transformers-quantized": (
         "transformers, `QuantizedCache`, quanto, 4 bits, approximate",
-        lambda: TransformersSubject(family_model("llama"), quantized, approximate=True),
+        theirs("llama", quantized, approximate=True),
     ),
     "transformers-ours": (
         "transformers with our `KVCache`",
-        lambda: TransformersSubject(family_model("llama"), ours_in(KVCache), promises=True),
+        theirs("llama", ours_in(KVCache), promises=True),
     ),
     "transformers-ours-window": (
         f"transformers with our `SlidingWindowCache({WINDOW})`",
-        lambda: TransformersSubject(
-            family_model("llama"),
-            ours_in(lambda: SlidingWindowCache(WINDOW)),
-            WINDOW,
-            promises=True,
-        ),
+        theirs("llama", ours_in(lambda: SlidingWindowCache(WINDOW)), window=WINDOW, promises=True),
     ),
     "transformers-static-lfm2": (
         "transformers, `StaticCache`, LFM2",
-        lambda: TransformersSubject(family_model("lfm2"), static, records_past=False),
+        theirs("lfm2", static, records_past=False),
     ),
     "transformers-static-lfm2-recorded": (
         "the same, after `activate_past_recording()`",
-        lambda: TransformersSubject(family_model("lfm2"), static),
+        theirs("lfm2", static),
     ),
     "from-scratch-gpt2": (
         "LLMs-from-scratch, `kv_cache.gpt2` with `use_cache=True`",
@@ -222,15 +227,8 @@ HYBRIDS = {
 }
 
 
-def hybrid(name: str) -> Subject:
-    return TransformersSubject(family_model(name), dynamic)
-
-
 for family, layers in HYBRIDS.items():
-    SUBJECTS[f"transformers-{family}"] = (
-        f"transformers, `DynamicCache`, {layers}",
-        partial(hybrid, family),
-    )
+    SUBJECTS[f"transformers-{family}"] = f"transformers, `DynamicCache`, {layers}", theirs(family)
 
 # What the page says of them, below its table.
 WHOSE_FAULT = """\
@@ -243,9 +241,6 @@ WHOSE_FAULT = """\
   apart in float32, 3e-13 in float64. 2e-3 is allowed there.
 - Layers that keep a state can't be cut back, and a failed pass changes them: both are not offered, and not wrong.
 """
-
-
-VERDICTS = ("right", "WRONG", "REFUSES", "BREAKS", "not offered", "measured")
 
 
 def page(columns: dict[str, list[Finding]]) -> str:
@@ -269,10 +264,10 @@ def page(columns: dict[str, list[Finding]]) -> str:
     lines += [
         "",
         "Right: differences are up to 1e-4 of the largest logit, which is rounding. WRONG: a number is wrong. REFUSES: an",
-        "error with a message, after which the cache goes on; where not refusing would give wrong numbers, that is right.",
-        "BREAKS: any other error. Not offered: the cache has no way to do this, or never promised it. Few caches promise",
-        "what a pass that fails leaves: of a cache that doesn't, no failure counts. Measured: what changed",
-        "weights do, and the differences of approximate caches.",
+        "error raised with a message, after which the cache goes on; where not refusing would give wrong numbers, that is",
+        "right. BREAKS: any other error. Not offered: the cache has no way to do this, or never promised it. Few caches",
+        "promise what a pass that fails leaves: of a cache that doesn't, no failure counts. Measured: what changed weights",
+        "do, and the differences of approximate caches.",
         "",
         WHOSE_FAULT,
     ]
