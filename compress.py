@@ -418,21 +418,20 @@ def comparison_table(
     rows, exact_logits = [], None
     # A warm-up: else the first cache pays for allocating memory, and takes twice the time.
     read_in_pieces(caches[0][1], KVCache(), ids, max(1, T // 4))
-    bar = tqdm(total=len(caches) * rest.size(1), unit=" tokens", leave=False, delay=2)
-    for name, model, new_cache in caches:
-        cache = new_cache(T)
-        read_in_pieces(model, cache, prompt, prompt.size(1))
-        logits, milliseconds = read_in_pieces(model, cache, rest, progress=bar)
-        if not logits.isfinite().all():
-            raise ValueError(f"logits aren't finite: activations overflow (in {logits.dtype})")
-        if exact_logits is None:
-            exact_logits = logits
-        divergence = kl(exact_logits, logits).mean()
-        agreement = (exact_logits.argmax(-1) == logits.argmax(-1)).float().mean()
-        bytes_per_token, median_ms = cache.nbytes / B / T, statistics.median(milliseconds)
-        figures = [f"{bytes_per_token:,.0f}", f"{divergence:.4f}", f"{agreement:.1%}"]
-        rows.append([name, *figures, f"{median_ms:.2f}"])
-    bar.close()
+    with tqdm(total=len(caches) * rest.size(1), unit=" tokens", leave=False, delay=2) as bar:
+        for name, model, new_cache in caches:
+            cache = new_cache(T)
+            read_in_pieces(model, cache, prompt, prompt.size(1))
+            logits, milliseconds = read_in_pieces(model, cache, rest, progress=bar)
+            if not logits.isfinite().all():
+                raise ValueError(f"logits aren't finite: activations overflow (in {logits.dtype})")
+            if exact_logits is None:
+                exact_logits = logits
+            divergence = kl(exact_logits, logits).mean()
+            agreement = (exact_logits.argmax(-1) == logits.argmax(-1)).float().mean()
+            bytes_per_token, median_ms = cache.nbytes / B / T, statistics.median(milliseconds)
+            figures = [f"{bytes_per_token:,.0f}", f"{divergence:.4f}", f"{agreement:.1%}"]
+            rows.append([name, *figures, f"{median_ms:.2f}"])
     header = ["cache", "bytes a token", "KL to full, nats", "same next token", "ms a token"]
     return table(header, rows)
 
@@ -447,7 +446,7 @@ def text_rows(args: argparse.Namespace, tokenizer: tiktoken.Encoding) -> list[li
         if len(ids) < args.tokens:
             raise ValueError(f"{args.text} has {len(ids)} tokens, and --tokens is {args.tokens}")
         return [ids[: args.tokens]]
-    count = 4 if args.model.startswith("pocket") else 1  # within a minute
+    count = 2 if args.model.startswith("pocket") else 1  # within a minute
     rows = unseen_texts(args.model, tokenizer, count, args.tokens)
     if not rows:
         raise ValueError(

@@ -41,7 +41,7 @@ from formats.chat import (
 from formats.tokenizers import END_OF_TEXT
 from gpt_kv_cache import KVCache, context_start, generate
 from load_gpt2_weights import NAMES, load_model, load_tokenizer
-from support.cli import ByModel, CommandLine, study_command, whole_number
+from support.cli import CommandLine, study_command, whole_number
 from support.encoders import load_encoder
 from support.figures import write_figure
 from support.files import read_csv, writable_folder, write_csv
@@ -663,7 +663,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     for action in (run, talk):
         action.add_model_options(NAMES)
-        action.add_options("--max-new-tokens", default=ByModel(40, 24))
+        action.add_options("--max-new-tokens", default=24)
     run.add_argument(
         "--encoder",
         default="tokens",
