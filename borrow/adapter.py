@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from borrow.check import check_logits
-from borrow.transformers_cache import AROUND, refuse_options, refuse_sizes, register
+from borrow.transformers_cache import AROUND, cache_layers, refuse_options, refuse_sizes, register
 from gpt_kv_cache import KVCache
 
 PREFIX = "ours_"  # before the name of the attention that a model has
@@ -71,23 +72,12 @@ def check_config(model: nn.Module) -> None:
             raise ValueError(
                 f"{kind}: its rope_type is {changing}, so that keys depend on what follows"
             )
-    context = config.max_position_embeddings
-    if given.get("use_sliding_window") is False:
-        given["sliding_window"] = None
-    for field in ("sliding_window", "attention_chunk_size"):
-        if 0 < (given.get(field) or 0) < context:
-            raise ValueError(
-                f"{kind}: {field} is {given[field]}, and must be at least the context, {context}"
-            )
-    types = [layer for layer in given.get("layer_types") or () if layer != "full_attention"]
-    if types and not (types == ["sliding_attention"] * len(types) and given.get("sliding_window")):
-        n_layers = len(given["layer_types"])
+    windows = [layer for layer in cache_layers(config) if type(layer) is not DynamicLayer]
+    if windows:
         raise ValueError(
-            f"{kind}: layer_types has {len(types)} of {n_layers} that aren't full_attention, such as {types[0]}"
+            f"{kind}: {len(windows)} of {config.num_hidden_layers} layers have a window below the context, "
+            f"{config.max_position_embeddings}"
         )
-    for field, value in given.items():
-        if "softcapping" in field and "attn" in field and value is not None:
-            raise ValueError(f"{kind}: {field} is {value}, and must be null")
     if given.get("is_encoder_decoder") or any(
         getattr(module, "is_causal", True) is False for module in model.modules()
     ):
@@ -117,9 +107,7 @@ class Adapter(nn.Module):
             n_ctx=c.max_position_embeddings,
             n_layer=c.num_hidden_layers,
             n_head=c.num_attention_heads,
-            n_kv_head=getattr(c, "num_key_value_heads", None) or c.num_attention_heads,
             n_embd=c.hidden_size,
-            head_dim=getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
         )
         self.training = model.training
         usual = c._attn_implementation
@@ -146,14 +134,12 @@ class Adapter(nn.Module):
             expected = self.model(ids, use_cache=False).logits
             self.model.set_attn_implementation(register(attend, PREFIX, self.model))
             self(ids[:, :4], cache)
-            shapes = [tuple(kv.shape[2:]) for kv in cache.layers]  # (H, T, D)
-            wanted = [(self.config.n_kv_head, 4, self.config.head_dim)] * self.config.n_layer
-            if not shapes:
-                raise ValueError(AROUND)
-            if shapes != wanted:
+            sizes = {(kv.size(2), kv.size(4)) for kv in cache.layers}  # (H, D)
+            if len(cache.layers) != self.config.n_layer or len(sizes) > 1:
                 raise ValueError(
-                    f"{len(shapes)} layers gave keys (H, T, D) {shapes[:1]}, and {len(wanted)} must give {wanted[0]}"
+                    f"{len(cache.layers)} of {self.config.n_layer} layers gave keys, of (H, D) {sizes}: {AROUND}"
                 )
+            ((self.config.n_kv_head, self.config.head_dim),) = sizes
             check_logits(self, ids, expected)
         except Exception as error:
             reason = " ".join(str(error).split())

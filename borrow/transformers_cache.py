@@ -72,6 +72,21 @@ def attend(
     return y.transpose(1, 2).contiguous(), None
 
 
+def cache_layers(config: Any) -> list[CacheLayerMixin]:
+    """Return transformers' own cache of each layer: a DynamicLayer if it attends to the whole context. Raises ValueError
+    if one attends neither to all nor to a window."""
+    layers = DynamicCache(config=config).layers
+    context = getattr(config, "max_position_embeddings", math.inf)
+    for i, layer in enumerate(layers):
+        if type(layer) is DynamicSlidingWindowLayer:
+            if layer.sliding_window >= context:
+                layers[i] = DynamicLayer()
+        elif type(layer) not in (DynamicLayer, DummyLayer):
+            kind = type(layer).__name__
+            raise ValueError(f"a {kind} can't be served: it attends neither to all nor to a window")
+    return layers
+
+
 def refuse_options(options: dict[str, Any]) -> None:
     """Raise ValueError if attention has an option that ours doesn't have."""
     for name in ("softcap", "s_aux"):
@@ -237,21 +252,14 @@ class TransformersCache(Cache):
         if isinstance(cache, type) or any(not hasattr(cache, name) for name in PROTOCOL):
             raise ValueError(f"{cache!r:.60} is no cache: give an instance, such as KVCache()")
         config = model.config.get_text_config(decoder=True)
-        context = getattr(config, "max_position_embeddings", math.inf)
-        layers, self.n_layers = DynamicCache(config=config).layers, 0
+        layers, self.n_layers = cache_layers(config), 0
         for i, layer in enumerate(layers):
-            windowed = type(layer) is DynamicSlidingWindowLayer
-            if type(layer) is DynamicLayer or (windowed and layer.sliding_window >= context):
+            if type(layer) is DynamicLayer:
                 layers[i] = Layer(self, self.n_layers)
                 self.n_layers += 1
-            elif not windowed and type(layer) is not DummyLayer:
-                raise ValueError(
-                    f"a {type(layer).__name__} can't be served: it attends neither to all nor to a window"
-                )
         if self.n_layers == 0:
             raise ValueError(
-                f"all {len(layers)} layers have a window, such as {config.sliding_window}, below the context of {context}: "
-                "no layer is left for a cache of ours"
+                f"all {len(layers)} layers have a window below the context: no layer is left for a cache of ours"
             )
         super().__init__(layers)
         self.model, self.ours, self.pos = model, cache, torch.empty(0)

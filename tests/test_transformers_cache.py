@@ -323,7 +323,7 @@ REFUSED: list[tuple[str, dict[str, Any], Any, str]] = [
         "Mistral",
         {"sliding_window": 16},
         KVCache(),
-        "all 2 layers have a window, such as 16, .* 128",
+        "all 2 layers have a window below the context",
     ),
     ("Llama", {}, KVCache, "is no cache: give an instance"),
     ("DeepseekV3", LATENT, KVCache(), "keys have 8 numbers and values 4"),
@@ -383,7 +383,7 @@ def test_every_architecture_is_right_or_refused_in_a_sentence(capsys: Any) -> No
     with capsys.disabled():
         for result, n in results.most_common():
             print(f"{n:4} {result}")
-    assert results["in_generate: right"] >= 70 and results["in_adapter: right"] >= 60
+    assert results["in_generate: right"] >= 73 and results["in_adapter: right"] >= 70
 
 
 @pytest.mark.slow
