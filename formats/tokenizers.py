@@ -12,7 +12,7 @@ from typing import Any
 
 import tiktoken
 
-from support.files import download_error, read_json, read_text, short_repr
+from support.files import check_fields, download_error, read_json, read_text, short_repr
 
 TIKTOKEN_FILE = "tokenizer.tiktoken"
 LLAMA3_FILE = "tokenizer.model"
@@ -69,12 +69,14 @@ class Tokenizer:
     """What all tokenizers of models have in common, beside the methods of tiktoken.Encoding that are called here.
 
     added_ids: the tokens that are found in a text as a whole, by name; most are control tokens.
+    added_tokens: their properties by id, where the library `tokenizers` knows them.
     end_ids: the tokens that end a text, each of them alone.
     chat_template: the form of a conversation, in Jinja; None if it isn't known.
     is_instruct: whether a model is known to answer questions in the form that its tokens say.
     """
 
     added_ids: dict[str, int]
+    added_tokens: dict[int, Any] = {}  # noqa: RUF012
     end_ids: tuple[int, ...] = ()
     chat_template: str | None = None
     is_instruct: bool = False
@@ -123,7 +125,7 @@ class LibraryTokenizer(Tokenizer):
             raise ValueError(f"{path} is no tokenizer: {error}") from error
         self.library.no_truncation()
         self.library.no_padding()
-        added_tokens = self.library.get_added_tokens_decoder()
+        self.added_tokens = added_tokens = self.library.get_added_tokens_decoder()
         self.added_ids = {token.content: i for i, token in added_tokens.items()}
         self.special_tokens_set = {t.content for t in added_tokens.values() if t.special}
         self.n_vocab = 1 + max(self.library.get_vocab().values(), default=-1)
@@ -313,6 +315,36 @@ def end_tokens(
             f"{path.with_name(source)}: eos_token_id is {short_repr(ends)}, which is no special token of {path}"
         )
     return end_ids
+
+
+def check_named_tokens(tokenizer: Tokenizer, config: dict[str, Any], where: str) -> None:
+    """Raise ValueError if a tokenizer_config.json names a token that the tokenizer lacks, or has with another id or other
+    properties: transformers would add or change it, and make other tokens of a text."""
+    named = [value for key, value in config.items() if key.endswith("_token")]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        more = config.get(key) or []
+        named += more.values() if isinstance(more, dict) else check_type(where, key, more, list)
+    by_id = check_type(where, "added_tokens_decoder", config.get("added_tokens_decoder", {}), dict)
+    for token_id, token in [(None, token) for token in named] + [*by_id.items()]:
+        if isinstance(token, bool | None):  # such as add_bos_token
+            continue
+        fields = token if isinstance(token, dict) else {"content": token}
+        name = str(fields.get("content"))
+        known_id = tokenizer.added_ids.get(name)
+        is_same = known_id is not None and token_id in (None, str(known_id))
+        if is_same and known_id in tokenizer.added_tokens and token_id:
+            known = tokenizer.added_tokens[known_id]
+            flags = ("lstrip", "rstrip", "single_word")
+            is_same = all(getattr(known, flag) == fields.get(flag, False) for flag in flags)
+        if not is_same:
+            raise ValueError(
+                f"{where} has the token {short_repr(name)}, which the tokenizer's file lacks, or has otherwise"
+            )
+
+
+def check_type(where: str, key: str, value: Any, kind: type) -> Any:
+    """Return a value in a JSON file. Raises ValueError if it is of another type."""
+    return check_fields({key: value}, where, **{key: kind})[key]
 
 
 READERS: dict[str, Callable[[Path], Tokenizer]] = {  # by file name; the first one found is read

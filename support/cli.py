@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from support.files import import_file, writable_folder, writable_target
+from support.files import import_file, lacks_memory, writable_folder, writable_target
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -65,7 +65,7 @@ class CommandLine(argparse.ArgumentParser):
         """Yield the arguments, with device and dtype resolved and the seed set.
 
         ValueError and OSError in the body mean that an input is bad, or a disk full: they become one
-        sentence and exit status 2. Ctrl-C becomes exit status 130. Both happen after the body has
+        sentence and exit status 2, and so does too little memory. Ctrl-C becomes exit status 130. Both happen after the body has
         cleaned up.
         """
         try:
@@ -91,6 +91,10 @@ class CommandLine(argparse.ArgumentParser):
             self.error(f"{error} isn't written yet")
         except (ValueError, OSError) as error:
             self.error(str(error))
+        except (MemoryError, RuntimeError) as error:
+            if not lacks_memory(error):
+                raise
+            self.error(f"there is too little memory: {error}")
 
     def parsed(self, words: list[str]) -> argparse.Namespace:
         """Return the arguments in the words of a command line."""
