@@ -65,8 +65,8 @@ class CommandLine(argparse.ArgumentParser):
         """Yield the arguments, with device and dtype resolved and the seed set.
 
         ValueError and OSError in the body mean that an input is bad, or a disk full: they become one
-        sentence and exit status 2, and so does too little memory. Ctrl-C becomes exit status 130. Both happen after the body has
-        cleaned up.
+        sentence and exit status 2, and so does too little memory. Ctrl-C becomes exit status 130.
+        Both happen after the body has cleaned up.
         """
         try:
             if hasattr(sys.stdout, "reconfigure"):  # a terminal without é shows \xe9
