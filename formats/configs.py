@@ -1,7 +1,7 @@
 """From the content of a config.json to the config of one of our models."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -76,10 +76,7 @@ LLAMA_FIELDS = {  # Hugging Face's name: LlamaConfig's
     "head_dim": "head_dim",
     "rms_norm_eps": "norm_eps",
 }
-# Keys that are read beside these.
-MORE_LLAMA_KEYS = (
-    "layer_types",
-    "original_max_position_embeddings",
+MORE_LLAMA_KEYS = (  # with a telling word, which are read, too
     "rope_parameters",
     "rope_scaling",
     "rope_theta",
@@ -137,7 +134,9 @@ def read_config(content: dict[str, Any], where: str, config_class: type | None =
     model_type = content.get("model_type") or "gpt2"
     check_choice(where, "model_type", model_type, [*KIND_OF_MODEL_TYPE])
     content = DEFAULTS_OF_MODEL_TYPE.get(model_type, {}) | content
-    content = {key: value for key, value in content.items() if value is not None}
+    for key, value in [*content.items()]:
+        if value is None and key != "rms_norm_eps":  # which has no default for null
+            del content[key]
     kind = KIND_OF_MODEL_TYPE[model_type]
     config_class = config_class or default_class(kind).config_class
     if kind != kind_of(config_class):
@@ -164,12 +163,12 @@ def read_config(content: dict[str, Any], where: str, config_class: type | None =
     return config
 
 
-def check_keys(content: Iterable[str], known: Sequence[str], where: str) -> None:
+def check_keys(content: dict[str, Any], known: Sequence[str], where: str) -> None:
     """Raise ValueError if a key that isn't known may change what a model computes, by its name."""
-    for key in content:
+    for key, value in content.items():
         if TELLING.search(key.lower()) and key not in known:
             raise ValueError(
-                f"{where}: {short_repr(key)} isn't known, and may change what the model computes"
+                f"{where}: {short_repr(key)}, {short_repr(value)}, isn't known, and may change what the model computes"
             )
 
 

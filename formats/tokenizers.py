@@ -328,8 +328,10 @@ def check_named_tokens(tokenizer: Tokenizer, config: dict[str, Any], where: str)
     named = [value for key, value in config.items() if key.endswith("_token")]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         more = config.get(key) or []
-        named += more.values() if isinstance(more, dict) else check_type(where, key, more, list)
-    by_id = check_type(where, "added_tokens_decoder", config.get("added_tokens_decoder", {}), dict)
+        more = more.values() if isinstance(more, dict) else more
+        named += more if isinstance(more, Iterable) else [more]
+    config = {"added_tokens_decoder": {}} | config
+    by_id = check_fields(config, where, added_tokens_decoder=dict)["added_tokens_decoder"]
     for token_id, token in [(None, token) for token in named] + [*by_id.items()]:
         if isinstance(token, bool | None):  # such as add_bos_token
             continue
@@ -337,19 +339,14 @@ def check_named_tokens(tokenizer: Tokenizer, config: dict[str, Any], where: str)
         name = str(fields.get("content"))
         known_id = tokenizer.added_ids.get(name)
         is_same = known_id is not None and token_id in (None, str(known_id))
-        if is_same and known_id in tokenizer.added_tokens and token_id:
-            known = tokenizer.added_tokens[known_id]
-            flags = ("lstrip", "rstrip", "single_word")
-            is_same = all(getattr(known, flag) == fields.get(flag, False) for flag in flags)
+        known = tokenizer.added_tokens.get(known_id)
+        for flag in ("lstrip", "rstrip", "single_word"):
+            if token_id and known and getattr(known, flag) != fields.get(flag, False):
+                is_same = False
         if not is_same:
             raise ValueError(
                 f"{where} has the token {short_repr(name)}, which the tokenizer's file lacks, or has otherwise"
             )
-
-
-def check_type(where: str, key: str, value: Any, kind: type) -> Any:
-    """Return a value in a JSON file. Raises ValueError if it is of another type."""
-    return check_fields({key: value}, where, **{key: kind})[key]
 
 
 READERS: dict[str, Callable[[Path], Tokenizer]] = {  # by file name; the first one found is read
