@@ -239,6 +239,7 @@ def test_a_changed_configuration_is_read_as_transformers_does_or_refused(tmp_pat
 HOSTILE = [None, True, 0, -1, 3, 1.5, 1e-320, 2**31, 2**63, "x", [3], {}]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["GPT2", "Llama"])
 def test_hostile_values_make_the_right_model_or_a_sentence(kind: str, tmp_path: Path) -> None:
