@@ -15,6 +15,7 @@ from formats.tokenizers import (
     READERS,
     TIKTOKEN_FILE,
     Tokenizer,
+    check_named_tokens,
     end_tokens,
     gpt2_tokenizer,
     read_tokenizer,
@@ -29,8 +30,11 @@ from support.files import (
 )
 
 POCKET_FOLDER = Path(__file__).resolve().parent.parent / "pocket"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 # A file that a tokenizer is made of.
 TOKENIZER_FILE = r"(tokenizer|vocab|merges|spiece)\.(json|txt|model)"
+# What torch.compile and parallel training put into the names of tensors.
+WRAPPERS = r"(?<![^.])(_orig_mod|module)\."
 WEIGHTS_FILES = (  # the first of these that a folder holds
     "model.safetensors",
     "model.safetensors.index.json",
@@ -68,11 +72,13 @@ class Folder:
         return read_json(self.file(filename)) if (self.path / filename).exists() else {}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors by public name (without transformer. or model.), memory-mapped from their files where the
-        format allows it. Causal masks and rotary frequencies are left out."""
+        """Return the tensors by public name (without transformer. or model., and what torch.compile and parallel training
+        put before names), memory-mapped from their files where the format allows it. Causal masks and rotary frequencies
+        are left out."""
         tensors: dict[str, Tensor] = {}
         for path in self.weights_files():
             for name, tensor in read_weights(path).items():
+                name = re.sub(WRAPPERS, "", name)
                 name = name.removeprefix("transformer.").removeprefix("model.")
                 if name in tensors:
                     raise ValueError(f"{path} holds {name} for the second time")
@@ -116,6 +122,9 @@ class Folder:
         fits = n_vocab == size
         if path.name != TIKTOKEN_FILE:
             tokenizer.end_ids = end_tokens(tokenizer, path, config, self.generation_config())
+            check_named_tokens(
+                tokenizer, self.tokenizer_config(), str(self.path / TOKENIZER_CONFIG)
+            )
             fits = n_vocab <= size  # embeddings may have rows without a token
         if not fits:
             raise ValueError(f"{path} makes {n_vocab} tokens, but {self.where} says {size}")
@@ -143,12 +152,17 @@ class Folder:
             f"{config['vocab_size']}"
         )
 
+    def tokenizer_config(self) -> dict[str, Any]:
+        """Return what tokenizer_config.json says, or {} if there is none."""
+        path = self.path / TOKENIZER_CONFIG
+        return read_json(path) if path.exists() else {}
+
     def chat_template(self) -> str | None:
         """Return the form of a conversation, in Jinja, that the folder gives; None if it gives none."""
         if (self.path / "chat_template.jinja").exists():
             return read_text(self.path / "chat_template.jinja")
-        path = self.path / "tokenizer_config.json"
-        templates = read_json(path).get("chat_template") if path.exists() else None
+        path = self.path / TOKENIZER_CONFIG
+        templates = self.tokenizer_config().get("chat_template")
         if isinstance(templates, list):  # several, by name
             named = [check_fields(each, str(path), name=str, template=str) for each in templates]
             templates = {each["name"]: each["template"] for each in named}.get("default")

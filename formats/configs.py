@@ -1,14 +1,29 @@
 """From the content of a config.json to the config of one of our models."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
 from torch import nn
 
-from support.files import check_fields
+from support.files import check_fields, short_repr
 
-# Fields of config.json for which our models support only some values, and these values.
+# A key with such a word may change what a model computes: it is in one of the tables here, or refused.
+TELLING = re.compile("rope|attn|attention|causal|window|scal|norm|bias|act|softcap|quant")
+HARMLESS = (  # keys with such a word that change nothing, for a model that isn't trained
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "activation_dropout",
+    "attention_dropout",
+    "attn_implementation",
+    "attn_pdrop",
+    "max_window_layers",  # beside layer_types or sliding_window
+    "output_attentions",
+    "reorder_and_upcast_attn",
+    "summary_activation",
+)
+# Keys of config.json for which our models support only some values, and these values.
 SUPPORTED = {
     "GPT-2": {
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -17,7 +32,7 @@ SUPPORTED = {
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
         "tie_word_embeddings": (True,),
-        "quantization_config": (None,),
+        "is_causal": (True,),
     },
     "Llama": {
         "hidden_act": ("silu",),
@@ -25,7 +40,9 @@ SUPPORTED = {
         "mlp_bias": (False,),
         "pretraining_tp": (1,),
         "partial_rotary_factor": (1.0,),
-        "quantization_config": (None,),
+        "is_causal": (True,),
+        "rope_interleaved": (False,),
+        "use_mrope": (False,),
     },
 }
 # By config.json's model_type; BCT is ours: a GPT-2 with memory slots.
@@ -44,6 +61,7 @@ SCRIPT_OF_KIND = {
     "Llama": "llama_kv_cache.py, lecture 4, can read it, and compress.py write also in a window",
     "BCT": "gpt_bounded_cache.py --memory bct can read it",
 }
+LARGEST = 2**31 - 1  # whole number: more than any size, and torch computes with it
 # Fields that every file has to give.
 REQUIRED = ("vocab_size", "n_ctx", "n_layer", "n_head", "n_embd")
 LLAMA_FIELDS = {  # Hugging Face's name: LlamaConfig's
@@ -57,6 +75,19 @@ LLAMA_FIELDS = {  # Hugging Face's name: LlamaConfig's
     "intermediate_size": "n_inner",
     "head_dim": "head_dim",
     "rms_norm_eps": "norm_eps",
+}
+MORE_LLAMA_KEYS = (  # with a telling word, which are read, too
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "sliding_window",
+    "use_sliding_window",
+)
+GPT2_SYNONYMS = {  # which transformers reads, too: ours
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_ctx",
 }
 LLAMA_DEFAULTS = {  # those of transformers
     "rms_norm_eps": 1e-6,
@@ -103,29 +134,51 @@ def read_config(content: dict[str, Any], where: str, config_class: type | None =
     model_type = content.get("model_type") or "gpt2"
     check_choice(where, "model_type", model_type, [*KIND_OF_MODEL_TYPE])
     content = DEFAULTS_OF_MODEL_TYPE.get(model_type, {}) | content
-    content = {key: value for key, value in content.items() if value is not None}
+    for key, value in [*content.items()]:
+        if value is None and key != "rms_norm_eps":  # which has no default for null
+            del content[key]
     kind = KIND_OF_MODEL_TYPE[model_type]
     config_class = config_class or default_class(kind).config_class
     if kind != kind_of(config_class):
         raise ValueError(f"{where} describes a {kind}: {SCRIPT_OF_KIND[kind]}")
-    for key, supported in SUPPORTED["Llama" if kind == "Llama" else "GPT-2"].items():
-        if key in content:
-            check_choice(where, key, content[key], supported)
     types = {}  # of each field of the config
     for field in fields(config_class):
         types[field.name] = int if field.default is None else type(field.default)
-    read_fields = llama_fields if kind == "Llama" else gpt2_fields
+    supported = SUPPORTED["GPT-2"]
+    read_keys, read_fields = [*types, *GPT2_SYNONYMS], gpt2_fields
+    if kind == "Llama":
+        supported = SUPPORTED["Llama"]
+        read_keys, read_fields = [*LLAMA_FIELDS, *MORE_LLAMA_KEYS], llama_fields
+    check_keys(content, (*read_keys, *supported, *HARMLESS), where)
+    for key, choices in supported.items():
+        if key in content:
+            check_choice(where, key, content[key], choices)
     values = read_fields(content, types, where)
     try:
-        return config_class(**values)
+        config = config_class(**values)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+    if kind == "Llama" and config.head_dim % 2:
+        raise ValueError(f"{where}: head_dim must be even, to be rotated, got {config.head_dim}")
+    return config
+
+
+def check_keys(content: dict[str, Any], known: Sequence[str], where: str) -> None:
+    """Raise ValueError if a key that isn't known may change what a model computes, by its name."""
+    for key, value in content.items():
+        if TELLING.search(key.lower()) and key not in known:
+            raise ValueError(
+                f"{where}: {short_repr(key)}, {short_repr(value)}, isn't known, and may change what the model computes"
+            )
 
 
 def gpt2_fields(content: dict[str, Any], types: dict[str, type], where: str) -> dict[str, Any]:
     """Return the fields of a GPT-2's config, or a BCT's, from the content of a config.json."""
     if "n_positions" in content:  # Hugging Face's name for n_ctx; older files have both
         content = content | {"n_ctx": content["n_positions"]}
+    for synonym, name in GPT2_SYNONYMS.items():
+        if synonym in content:
+            check_choice(where, synonym, content[synonym], [content.get(name)])
     names = {name: name for name in types if name != "dropout"}
     return select_fields(content, names, types, REQUIRED, where)
 
@@ -138,7 +191,8 @@ def llama_fields(content: dict[str, Any], types: dict[str, type], where: str) ->
         raise ValueError(f"{where}: rms_norm_eps must be more than 0, got {values['norm_eps']}")
     check_fields(content, where, layer_types=list, use_sliding_window=bool)
     known_types, n_ctx = ["full_attention"], values["n_ctx"]
-    if content["use_sliding_window"] and "sliding_window" in content:
+    may_have_window = content["use_sliding_window"] or content["model_type"] == "mistral"
+    if may_have_window and "sliding_window" in content:
         window = check_fields(content, where, sliding_window=int)["sliding_window"]
         known_types.append("sliding_attention")  # which is full as well, with such a window:
         if window < n_ctx:
@@ -162,27 +216,37 @@ def select_fields(
     where: str,
 ) -> dict[str, Any]:
     """Return the values that a config.json gives to our fields. names: our field's name by Hugging
-    Face's. Raises ValueError if a value has another type, or a required one is missing."""
+    Face's. Raises ValueError if a value has another type or is too large, or a required one is missing."""
     given = {}
     for public, field in names.items():
         if public in content or field in required:
             given[public] = field
     check_fields(content, where, **{public: types[field] for public, field in given.items()})
+    for public in given:
+        check_size(where, public, content[public])
     return {field: content[public] for public, field in given.items()}
+
+
+def check_size(where: str, key: str, value: object) -> None:
+    """Raise ValueError if a value is a whole number of more than LARGEST."""
+    if isinstance(value, int) and value > LARGEST:
+        raise ValueError(f"{where}: {key} must be at most {LARGEST}, got {short_repr(value)}")
 
 
 def check_choice(where: str, key: str, value: object, supported: Sequence[object]) -> None:
     """Raise ValueError if a value in a config.json is none of those that our models support."""
-    if value not in supported:
-        known = " or ".join(map(repr, supported))
-        raise ValueError(f"{where}: {key} is {value!r}, and only {known} is supported")
+    for choice in supported:  # True is no 1 here
+        if value == choice and isinstance(value, bool) == isinstance(choice, bool):
+            return
+    known = " or ".join(map(repr, supported))
+    raise ValueError(f"{where}: {key} is {short_repr(value)}, and only {known} is supported")
 
 
 def rotary_fields(content: dict[str, Any], where: str) -> dict[str, Any]:
     """Return rope_theta and rope_scaling of a Llama's config. Newer files have rope_parameters, older ones rope_theta
-    and rope_scaling."""
+    and rope_scaling; of both, transformers takes the latter."""
     rope_where = f"rope_parameters of {where}"
-    rope = content.get("rope_parameters", content.get("rope_scaling", {}))
+    rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
     rope = {"rope_theta": content.get("rope_theta", 10_000.0)} | check_fields(rope, rope_where)
     types = {"rope_theta": float}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
@@ -190,10 +254,16 @@ def rotary_fields(content: dict[str, Any], where: str) -> dict[str, Any]:
     check_choice(where, "partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), [1.0])
     if rope_type == "llama3":
         types |= LLAMA3_SCALING
+        n_ctx = "original_max_position_embeddings"
+        rope |= {n_ctx: content[n_ctx]} if n_ctx in content else {}  # as transformers prefers it
+    for key in rope:
+        if key not in (*types, "rope_type", "type", "partial_rotary_factor"):
+            raise ValueError(f"{rope_where}: {short_repr(key)} isn't known of type {rope_type!r}")
     check_fields(rope, rope_where, **types)
     for name in types:
-        if not rope[name] > 0:
-            raise ValueError(f"{rope_where}: {name} must be more than 0, got {rope[name]}")
+        check_size(rope_where, name, rope[name])
+        if not rope[name] >= 1e-3:  # less could make numbers that aren't finite
+            raise ValueError(f"{rope_where}: {name} must be at least 0.001, got {rope[name]}")
     theta, *scaling = [number(rope[name]) for name, number in types.items()]
     if not scaling:
         return {"rope_theta": theta}

@@ -12,13 +12,16 @@ Source: the GGUF specification of ggml; the names of gguf.constants; llama.cpp's
 
 import importlib.util
 import math
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from formats.configs import check_choice, check_keys
 from formats.names import SMOLLM2
 from formats.tokenizers import (
     BYTE_LEVEL,
@@ -27,7 +30,7 @@ from formats.tokenizers import (
     byte_level_bpe,
     end_tokens,
 )
-from support.files import regular_file, short_repr
+from support.files import check_fields, lacks_memory, regular_file, short_repr
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # a Mistral's file says llama
 TENSOR_NAMES = {
@@ -46,7 +49,7 @@ TENSOR_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-FIELDS = {  # of a config.json: the key after the architecture
+FIELDS = {  # of a config.json: the key after the architecture's name
     "max_position_embeddings": "context_length",
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
@@ -58,6 +61,15 @@ FIELDS = {  # of a config.json: the key after the architecture
     "rope_theta": "rope.freq_base",
     "sliding_window": "attention.sliding_window",
 }
+SUPPORTED = {  # of other keys: the only value that changes nothing
+    "rope.scaling.type": "none",
+    "rope.scaling.factor": 1.0,
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scale_linear": 1.0,
+    "attention.causal": True,
+    "expert_count": 0,
+}
+HARMLESS = ("rope.scaling.finetuned", "rope.scaling.original_context_length")  # without a type
 LLAMA3_SCALINGS = [  # those of Llama 3.1 and 3.2: factor, low, high, n_ctx
     (8.0, 1.0, 4.0, 8192),
     (32.0, 1.0, 4.0, 8192),
@@ -97,7 +109,7 @@ class GGUFFile:
         return read_gguf_config(self.path)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors in float32, by the names of a safetensors file."""
+        """Return the tensors by the names of a safetensors file: quantized ones in float32."""
         return read_gguf_tensors(self.path)
 
     def tokenizer(self) -> LibraryTokenizer:
@@ -137,56 +149,91 @@ def reader_of(path: Path, *_: int) -> Any:
         import gguf
     except ImportError as error:
         raise ValueError(f"to read {path}, the package gguf is needed: pip install gguf") from error
+
+    class Reader(gguf.GGUFReader):
+        """Past the file's end gguf's own reads nothing, as often as a file says."""
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, **options: Any) -> np.ndarray:
+            numbers = super()._get(offset, dtype, count, **options)
+            if numbers.size < count:
+                raise ValueError("cut off")
+            return numbers
+
     try:
-        reader = gguf.GGUFReader(path)
+        reader = Reader(path, "c")  # mapped, as memory that torch may write to
     except Exception as error:  # a damaged file makes it raise errors of many kinds
+        if lacks_memory(error):
+            raise
         raise ValueError(f"{path} is cut off, or not a GGUF file") from error
-    parts = value(reader, "split.count", 1)
+    if reader.byte_order != "I":
+        raise ValueError(f"{path} is for processors of another byte order")
+    end = 0
+    for tensor in reader.tensors:
+        if tensor.data_offset < end:
+            raise ValueError(f"{path}: {tensor.name} overlaps the tensor before it")
+        end = tensor.data_offset + tensor.n_bytes
+    parts = value(reader, "split.count", int, 1)
     if parts > 1:
         raise ValueError(f"{path} is one of {parts} parts: join them with llama-gguf-split --merge")
     return reader
 
 
-def value(reader: Any, key: str, default: Any = None) -> Any:
-    """Return the value of a key in a GGUF file."""
-    return reader.fields[key].contents() if key in reader.fields else default
+def value(reader: Any, key: str, kind: type = object, default: Any = None) -> Any:
+    """Return the value of a key in a GGUF file; of a list, kind is the type of its elements. Raises ValueError if it
+    is of another type."""
+    if key not in reader.fields:
+        return default
+    where = reader.data.filename
+    try:
+        content = reader.fields[key].contents()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: {key} isn't UTF-8") from error
+    elements = content if default == [] and isinstance(content, list) else [content]
+    if not all(kind in (object, type(element)) for element in elements):
+        raise ValueError(
+            f"{where}: {key} must be of type {kind.__name__}, got {short_repr(content)}"
+        )
+    return content
 
 
 def read_gguf_config(path: Path) -> dict[str, Any]:
     """Return what the model's config.json would hold. Raises ValueError if our models can't represent the file's."""
     reader = read_gguf(path)
-    architecture = value(reader, "general.architecture")
+    architecture = value(reader, "general.architecture", str)
     if architecture not in ARCHITECTURES:
         known = " or ".join(ARCHITECTURES)
         raise ValueError(f"{path}: the architecture is {architecture!r}, and only {known} is known")
-    given = {key.removeprefix(f"{architecture}."): key for key in reader.fields}
-    content = {name: value(reader, given[key]) for name, key in FIELDS.items() if key in given}
+    prefix = f"{architecture}."
+    given = {}
+    for key in reader.fields:
+        if key.startswith(prefix):
+            given[key.removeprefix(prefix)] = value(reader, key)
+    content = {name: given[key] for name, key in FIELDS.items() if key in given}
     tensors = {tensor.name for tensor in reader.tensors}
     content |= {
         "model_type": architecture,
-        "vocab_size": len(value(reader, "tokenizer.ggml.tokens", [])),
+        "vocab_size": len(value(reader, "tokenizer.ggml.tokens", str, [])),
         "tie_word_embeddings": "output.weight" not in tensors,
         "use_sliding_window": bool(content.get("sliding_window")),
         "eos_token_id": end_ids(reader),
     }
-    heads, width = content.get("num_attention_heads"), content.get("hidden_size")
-    if not (isinstance(heads, int) and isinstance(width, int) and heads > 0):
-        raise ValueError(
-            f"{path}: heads {short_repr(heads)} and width {short_repr(width)} must be numbers"
-        )
+    check_fields(content, str(path), num_attention_heads=int, hidden_size=int)
+    heads, width = content["num_attention_heads"], content["hidden_size"]
+    if heads < 1:
+        raise ValueError(f"{path}: the number of heads must be at least 1, got {heads}")
     head_dim = content.setdefault("head_dim", width // heads)
-    for key, only in {
+    supported = SUPPORTED | {
         "attention.value_length": head_dim,
         "rope.dimension_count": head_dim,
-        "rope.scaling.type": "none",
-        "expert_count": 0,
-    }.items():
-        if key in given and value(reader, given[key]) != only:
-            found = value(reader, given[key])
-            raise ValueError(f"{path}: {given[key]} is {found!r}, and only {only!r} is supported")
-    content["rope_parameters"] = {"rope_theta": content.pop("rope_theta", 10_000.0)}
+    }
+    check_keys(given, (*FIELDS.values(), *supported, *HARMLESS), str(path))
+    for key, only in supported.items():
+        if key in given:
+            check_choice(str(path), prefix + key, given[key], [only])
+    content.setdefault("rope_theta", 10_000.0)
     if "rope_freqs.weight" in tensors:
-        content["rope_parameters"] |= llama3_scaling(reader, content, path)
+        check_fields(content, str(path), rope_theta=float, head_dim=int)
+        content["rope_parameters"] = llama3_scaling(reader, content, path)
     return content
 
 
@@ -194,7 +241,7 @@ def llama3_scaling(reader: Any, content: dict[str, Any], path: Path) -> dict[str
     """Return the rope_parameters whose scaling the file holds as a divisor for each pair of numbers. Raises ValueError
     if they are none of LLAMA3_SCALINGS."""
     divisors = dequantized(next(t for t in reader.tensors if t.name == "rope_freqs.weight"))
-    theta, head_dim = content["rope_parameters"]["rope_theta"], content["head_dim"]
+    theta, head_dim = content["rope_theta"], content["head_dim"]
     speed = theta ** (-torch.arange(0, head_dim, 2) / head_dim)  # (D / 2,)
     for factor, low, high, n_ctx in LLAMA3_SCALINGS:
         fast = ((n_ctx * speed / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
@@ -211,36 +258,40 @@ def llama3_scaling(reader: Any, content: dict[str, Any], path: Path) -> dict[str
 
 
 def dequantized(tensor: Any) -> Tensor:
-    """Return a tensor of the file in float32, matrices as (out, in)."""
-    from gguf import dequantize
+    """Return a tensor of the file, matrices as (out, in): in float32, or as it lies there, if it isn't quantized."""
+    import gguf
 
-    return torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).astype("float32"))
+    if tensor.tensor_type == gguf.GGMLQuantizationType.BF16:  # which NumPy doesn't know
+        return torch.from_numpy(tensor.data).view(torch.bfloat16)
+    if tensor.data.dtype != np.uint8:
+        return torch.from_numpy(tensor.data)
+    return torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
 
 
 def read_gguf_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors in float32, by the names of a safetensors file. In a Llama's file the rows of q and k are in
-    the order of another rotation, which pairs neighbours; here they get the usual order back.
+    """Return the tensors by the names of a safetensors file. In a Llama's file the rows of q and k are in the order of
+    another rotation, which pairs neighbours; here they get the usual order back.
 
     Raises ValueError if a tensor is unknown, or damaged."""
     config, tensors = read_gguf_config(path), {}
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config.get("num_key_value_heads")}
     for tensor in read_gguf(path).tensors:
-        prefix, (part, _, kind) = "", tensor.name.rpartition(".")
-        if part == "rope_freqs":
+        if tensor.name == "rope_freqs.weight":
             continue
-        if part.startswith("blk."):
-            _, layer, part = part.split(".", 2)
-            prefix = f"layers.{layer}."
-        if part not in TENSOR_NAMES:
-            raise ValueError(f"{path}: {tensor.name} is a tensor that isn't known")
+        match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", tensor.name)
+        if not match or match[2] not in TENSOR_NAMES:
+            raise ValueError(f"{path}: {tensor.name!r} is a tensor that isn't known")
+        layer, part, kind = match.groups()
         try:
             numbers = dequantized(tensor)
         except (ValueError, NotImplementedError) as error:
             raise ValueError(f"{path}: {tensor.name} can't be read: {error}") from error
         if config["model_type"] == "llama" and part in heads:
             n_head = heads[part] or config["num_attention_heads"]
-            pairs = numbers.unflatten(0, (n_head, -1, 2))  # (heads, D / 2, 2, ...)
-            numbers = pairs.transpose(1, 2).flatten(0, 2)
+            if len(numbers) == n_head * config["head_dim"]:  # else its shape is refused later
+                pairs = numbers.unflatten(0, (n_head, -1, 2))  # (heads, D / 2, 2, ...)
+                numbers = pairs.transpose(1, 2).flatten(0, 2)
+        prefix = "" if layer is None else f"layers.{layer}."
         tensors[f"{prefix}{TENSOR_NAMES[part]}.{kind}"] = numbers
     return tensors
 
@@ -248,15 +299,15 @@ def read_gguf_tensors(path: Path) -> dict[str, Tensor]:
 def end_ids(reader: Any) -> list[int]:
     """Return the tokens that end a text: of a text, of a turn, of a message."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-    return [*dict.fromkeys(value(reader, key) for key in keys if key in reader.fields)]
+    return [*dict.fromkeys(value(reader, key, int) for key in keys if key in reader.fields)]
 
 
 def read_gguf_tokenizer(path: Path) -> LibraryTokenizer:
     """Return the byte-level BPE of a GGUF file, with the form of its questions. Raises ValueError if it is of another
     kind, or cuts text in a way that isn't known."""
     reader = read_gguf(path)
-    kind = value(reader, "tokenizer.ggml.model")
-    pre = value(reader, "tokenizer.ggml.pre")
+    kind = value(reader, "tokenizer.ggml.model", str)
+    pre = value(reader, "tokenizer.ggml.pre", str)
     if kind != "gpt2":
         raise ValueError(
             f"{path}: tokenizer.ggml.model is {kind!r}, and only 'gpt2' (BPE) is supported"
@@ -264,7 +315,10 @@ def read_gguf_tokenizer(path: Path) -> LibraryTokenizer:
     if pre not in PRE_TOKENIZERS:
         known = " or ".join(map(repr, PRE_TOKENIZERS))
         raise ValueError(f"{path}: tokenizer.ggml.pre is {pre!r}, and only {known} is supported")
-    texts, types = (value(reader, f"tokenizer.ggml.{key}", []) for key in ("tokens", "token_type"))
+    texts = value(reader, "tokenizer.ggml.tokens", str, [])
+    types = value(reader, "tokenizer.ggml.token_type", int, [])
+    if len(texts) != len(types):
+        raise ValueError(f"{path} has {len(texts)} tokens, but types of {len(types)}")
     # Tokens of other types, such as rows that pad, are never written.
     vocabulary = {}
     added = {}
@@ -273,15 +327,15 @@ def read_gguf_tokenizer(path: Path) -> LibraryTokenizer:
             vocabulary[text] = i
         if token_type in (CONTROL, USER_DEFINED):
             added[text] = token_type == CONTROL
-    merges = value(reader, "tokenizer.ggml.merges", [])
+    merges = value(reader, "tokenizer.ggml.merges", str, [])
     model = {"vocab": vocabulary, "merges": merges, "ignore_merges": pre == "llama-bpe"}
-    first = value(reader, "tokenizer.ggml.bos_token_id")
-    if not value(reader, "tokenizer.ggml.add_bos_token", pre == "llama-bpe"):
+    first = value(reader, "tokenizer.ggml.bos_token_id", int)
+    if not value(reader, "tokenizer.ggml.add_bos_token", bool, pre == "llama-bpe"):
         first = None
     normalizer = {"type": "NFC"} if pre == "qwen2" else None
     tokenizer = byte_level_bpe(model, added, path, PRE_TOKENIZERS[pre], normalizer, first)
-    tokenizer.chat_template = value(reader, "tokenizer.chat_template")
-    ids = {name: value(reader, f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
+    tokenizer.chat_template = value(reader, "tokenizer.chat_template", str)
+    ids = {name: value(reader, f"tokenizer.ggml.{name}_token_id", int) for name in ("bos", "eos")}
     tokenizer.named_tokens = {
         f"{name}_token": texts[i] for name, i in ids.items() if i in range(len(texts))
     }

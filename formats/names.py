@@ -95,6 +95,11 @@ def advice_on_name(name: str) -> str:
     if colon:
         return f"a twin has 2 to 8 bits, as in {model}:int4, got {bits!r}"
     known = [*POCKET, *PUBLIC, SMOLLM2]
-    if near := difflib.get_close_matches(name, known, 1):
-        return f"did you mean {near[0]}? --help names all"
-    return f"it is no folder, no .gguf file and no name such as pocket, {SMOLLM2} or gpt2; --help names all"
+    advice = [f"did you mean {near}?" for near in difflib.get_close_matches(name, known, 1)]
+    if re.fullmatch(r"[\w-]+/[\w.-]+", name):  # as a hub's names are
+        advice.append("a GPT-2, Llama, Mistral, Qwen2 or Qwen3: download it, and give the folder;")
+    if not advice:
+        advice.append(
+            f"it is no folder, no .gguf file and no name such as pocket, {SMOLLM2} or gpt2;"
+        )
+    return " ".join([*advice, "--help names all"])

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from formats.configs import kind_of
 from formats.products import is_faster
-from support.files import regular_file
+from support.files import lacks_memory, regular_file
 
 LLAMA_TENSORS = {  # our parameter: the tensors that it joins, matrices as (out, in)
     "wte": ("embed_tokens",),
@@ -47,6 +47,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         with warnings.catch_warnings(action="ignore"):  # of a file that is refused below
             tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipped)
     except Exception as error:  # a damaged file makes it raise errors of ten kinds
+        if lacks_memory(error):
+            raise
         raise ValueError(f"{damaged} PyTorch file of plain tensors") from error
     if not isinstance(tensors, dict):
         tensors = {None: tensors}

@@ -12,7 +12,7 @@ from typing import Any
 
 import tiktoken
 
-from support.files import download_error, read_json, read_text, short_repr
+from support.files import check_fields, download_error, read_json, read_text, short_repr
 
 TIKTOKEN_FILE = "tokenizer.tiktoken"
 LLAMA3_FILE = "tokenizer.model"
@@ -70,6 +70,7 @@ class Tokenizer:
 
     added_ids: the tokens that are found in a text as a whole, by name; most are control tokens.
     named_tokens: those that a chat template may use, by what it calls them, such as bos_token.
+    added_tokens: their properties by id, where the library `tokenizers` knows them.
     end_ids: the tokens that end a text, each of them alone.
     chat_template: the form of a conversation, in Jinja; None if it isn't known.
     is_instruct: whether a model is known to answer questions in the form that its tokens say.
@@ -77,6 +78,7 @@ class Tokenizer:
 
     added_ids: dict[str, int]
     named_tokens: dict[str, str]
+    added_tokens: dict[int, Any] = {}  # noqa: RUF012
     end_ids: tuple[int, ...] = ()
     chat_template: str | None = None
     is_instruct: bool = False
@@ -121,11 +123,13 @@ class LibraryTokenizer(Tokenizer):
             raise ValueError(f"to read {path}, pip install tokenizers") from error
         try:
             self.library = tokenizers.Tokenizer.from_str(content)
-        except Exception as error:  # the library has no other kind of error
+        except BaseException as error:  # the library has no other kind, but for panics
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise ValueError(f"{path} is no tokenizer: {error}") from error
         self.library.no_truncation()
         self.library.no_padding()
-        added_tokens = self.library.get_added_tokens_decoder()
+        self.added_tokens = added_tokens = self.library.get_added_tokens_decoder()
         self.added_ids = {token.content: i for i, token in added_tokens.items()}
         self.special_tokens_set = {t.content for t in added_tokens.values() if t.special}
         self.n_vocab = 1 + max(self.library.get_vocab().values(), default=-1)
@@ -274,6 +278,9 @@ def byte_level_bpe(
     """Return a byte-level BPE. model: its vocabulary and merges; added: names of tokens that are found as a whole, and
     whether each is a control token; pre_tokenizer, normalizer: as in a tokenizer.json; first: the token that begins
     every text, if there is one. Raises ValueError as LibraryTokenizer does."""
+    for merge in model["merges"]:  # one without a token makes the library panic
+        if merge.replace(" ", "", 1) not in model["vocab"]:
+            raise ValueError(f"{path} is no tokenizer: no token is what {short_repr(merge)} makes")
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added_tokens = []
     for name, is_control in added.items():
@@ -315,6 +322,33 @@ def end_tokens(
             f"{path.with_name(source)}: eos_token_id is {short_repr(ends)}, which is no special token of {path}"
         )
     return end_ids
+
+
+def check_named_tokens(tokenizer: Tokenizer, config: dict[str, Any], where: str) -> None:
+    """Raise ValueError if a tokenizer_config.json names a token that the tokenizer lacks, or has with another id or other
+    properties: transformers would add or change it, and make other tokens of a text."""
+    named = [value for key, value in config.items() if key.endswith("_token")]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        more = config.get(key) or []
+        more = more.values() if isinstance(more, dict) else more
+        named += more if isinstance(more, Iterable) else [more]
+    config = {"added_tokens_decoder": {}} | config
+    by_id = check_fields(config, where, added_tokens_decoder=dict)["added_tokens_decoder"]
+    for token_id, token in [(None, token) for token in named] + [*by_id.items()]:
+        if isinstance(token, bool | None):  # such as add_bos_token
+            continue
+        fields = token if isinstance(token, dict) else {"content": token}
+        name = str(fields.get("content"))
+        known_id = tokenizer.added_ids.get(name)
+        is_same = known_id is not None and token_id in (None, str(known_id))
+        known = tokenizer.added_tokens.get(known_id)
+        for flag in ("lstrip", "rstrip", "single_word"):
+            if token_id and known and getattr(known, flag) != fields.get(flag, False):
+                is_same = False
+        if not is_same:
+            raise ValueError(
+                f"{where} has the token {short_repr(name)}, which the tokenizer's file lacks, or has otherwise"
+            )
 
 
 READERS: dict[str, Callable[[Path], Tokenizer]] = {  # by file name; the first one found is read

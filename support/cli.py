@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn, TextIO
 
 import torch
 
-from support.files import import_file, read_text, writable_folder, writable_target
+from support.files import import_file, lacks_memory, read_text, writable_folder, writable_target
 
 # Control characters but line feed and tab, and what is printed instead.
 CONTROL = {i: f"\\x{i:02x}" for i in (*range(9), *range(11, 32), *range(127, 160))}
@@ -86,8 +86,8 @@ class CommandLine(argparse.ArgumentParser):
         """Yield the arguments, with device and dtype resolved and the seed set.
 
         ValueError and OSError in the body mean that an input is bad, or a disk full: they become one
-        sentence and exit status 2. Ctrl-C becomes exit status 130. Both happen after the body has
-        cleaned up.
+        sentence and exit status 2, and so does too little memory. Ctrl-C becomes exit status 130.
+        Both happen after the body has cleaned up.
         """
         try:
             if hasattr(sys.stdout, "reconfigure"):  # a terminal without é shows \xe9
@@ -112,6 +112,10 @@ class CommandLine(argparse.ArgumentParser):
             self.error(f"{error} isn't written yet")
         except (ValueError, OSError) as error:
             self.error(str(error))
+        except (MemoryError, RuntimeError) as error:
+            if not lacks_memory(error):
+                raise
+            self.error(f"there is too little memory: {error}")
 
     def parsed(self, words: list[str]) -> argparse.Namespace:
         """Return the arguments in the words of a command line."""

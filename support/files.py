@@ -129,6 +129,12 @@ def download_error(wanted: str, error: Exception) -> OSError:
     )
 
 
+def lacks_memory(error: Exception) -> bool:
+    """Return whether an error of Python, NumPy or PyTorch says that there is too little memory."""
+    words = ("allocate memory", "out of memory")
+    return isinstance(error, MemoryError) or any(each in str(error) for each in words)
+
+
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file so that readers never see half of it: write(file) makes it in a temporary folder
     beside its place, and then it is moved there.

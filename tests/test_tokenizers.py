@@ -93,6 +93,43 @@ def test_a_text_is_neither_cut_off_nor_padded(tmp_path: Path) -> None:
     assert write(library, tmp_path).encode("one and two and three") == ids
 
 
+NEW = {"content": "<|new|>", "lstrip": False, "rstrip": False, "single_word": False}
+NAMED: list[tuple[dict[str, Any], bool]] = [  # of a tokenizer_config.json; whether it is refused
+    ({"eos_token": "<|end|>", "pad_token": None, "add_bos_token": False}, False),
+    ({"additional_special_tokens": ["<|end|>"]}, False),
+    ({"added_tokens_decoder": {"600": NEW | {"content": "<|end|>", "special": True}}}, False),
+    ({"pad_token": "<|new|>"}, True),
+    ({"bos_token": NEW}, True),
+    ({"extra_special_tokens": {"image_token": "<|new|>"}}, True),
+    ({"extra_special_tokens": 3}, True),
+    ({"added_tokens_decoder": {"602": NEW}}, True),
+    ({"added_tokens_decoder": {"256": NEW | {"content": "<|end|>"}}}, True),
+    ({"added_tokens_decoder": {"600": NEW | {"content": "<|end|>", "rstrip": True}}}, True),
+]
+
+
+def test_tokens_of_tokenizer_config_are_transformers_or_refused(tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    from load_gpt2_weights import load_tokenizer
+
+    library = trained()
+    library.save(str(tmp_path / "tokenizer.json"))
+    assert library.token_to_id("<|end|>") == 600
+    config = {"model_type": "llama", "vocab_size": 640, "eos_token_id": 600}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for content, is_refused in NAMED:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
+        if is_refused:
+            with pytest.raises(ValueError, match=r"tokenizer_config\.json"):
+                load_tokenizer(str(tmp_path))
+            continue
+        theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+        ours = load_tokenizer(str(tmp_path))
+        text = "ab <|end|><|new|> <think> x"
+        assert ours.encode(text, allowed_special="all") == theirs.encode(text)
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"model": 3}, {"model": {"type": "X"}}, {"added_tokens": [{}]}, {"pre_tokenizer": {"a": 1}}],
