@@ -452,7 +452,7 @@ KINDS = {"full": FullBlock, "window": WindowBlock, "latent": LatentBlock, "state
 class HybridConfig(LlamaConfig):
     """Geometry of a model with layers of different kinds.
 
-    kinds: one of KINDS for each layer. Raises ValueError if there are as many as n_layer, or one
+    kinds: one of KINDS for each layer. Raises ValueError if there aren't n_layer of them, or one
     isn't known, or a number is out of range.
     """
 
@@ -504,35 +504,39 @@ class Hybrid(Llama):
         return super().forward(ids, cache, last_only)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     from gpt_baseline import generate as generate_uncached
+    from support.cli import CommandLine, whole_number
     from support.tables import table
 
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 200, "n_ctx": 2048, "n_layer": 4, "n_embd": 128, "n_inner": 256}
-    heads = {"n_head": 8, "n_kv_head": 4, "head_dim": 16, "kv_rank": 24, "rope_dim": 8}
-    config = HybridConfig(**sizes, **heads, kinds=tuple(KINDS), window=64)
-    model = Hybrid(config).eval()
-    ids = torch.randint(config.vocab_size, (1, 1024))
-    cache, rows = model.new_cache(), []
-    with torch.no_grad():
+    cli = CommandLine(__doc__, "python3 %(prog)s --window 16")
+    about = "tokens that the window layer sees"
+    cli.add_argument("--window", type=whole_number(1, 2048), default=64, metavar="N", help=about)
+    with cli.parse(argv) as args, torch.no_grad():
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 200, "n_ctx": 2048, "n_layer": 4, "n_embd": 128, "n_inner": 256}
+        heads = {"n_head": 8, "n_kv_head": 4, "head_dim": 16, "kv_rank": 24, "rope_dim": 8}
+        model = Hybrid(HybridConfig(**sizes, **heads, kinds=tuple(KINDS), window=args.window))
+        ids = torch.randint(200, (1, 1024))
+        cache, rows = model.eval().new_cache(), []
         for end in (64, 256, 1024):
             model(ids[:, len(cache) : end], cache, last_only=True)
             held = [f"{layer.nbytes:,}" for layer in cache.layers]
             rows.append([f"{end:,}", *held, f"{cache.nbytes / end:,.0f}"])
-    print("A random model with a layer of each kind, float32. Bytes that each layer keeps:\n")
-    print(table(["tokens", *config.kinds, "a token, in all"], rows))
-    prompt = ids[:, :100]
-    written = torch.cat(list(generate(model, prompt, 100)), dim=1)
-    uncached = torch.cat(list(generate_uncached(model, prompt, 100)), dim=1)
-    same = "yes" if torch.equal(written, uncached) else "NO"
-    print(f"\n100 tokens after a prompt of 100, with the cache and without: same tokens: {same}")
-    for n in (1000, 1024):
+        print("A random model with a layer of each kind, float32. Bytes that each layer keeps:\n")
+        print(table(["tokens", *KINDS, "a token, in all"], rows))
+        prompt = ids[:, :100]
+        written = torch.cat(list(generate(model, prompt, 100)), dim=1)
+        uncached = torch.cat(list(generate_uncached(model, prompt, 100)), dim=1)
+        same = "yes" if torch.equal(written, uncached) else "NO"
+        print(
+            f"\n100 tokens after a prompt of 100, with the cache and without: same tokens: {same}"
+        )
         try:
-            cache.truncate(n)
-            print(f"Back to {n:,} of 1,024 tokens: done")
+            cache.truncate(1000)
+            print("Back to 1,000 of 1,024 tokens: done")
         except ValueError as error:
-            print(f"Back to {n:,} of 1,024 tokens: refused. {error}")
+            print(f"Back to 1,000 of 1,024 tokens: refused ({error})")
 
 
 if __name__ == "__main__":

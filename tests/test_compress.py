@@ -283,6 +283,7 @@ def test_write_says_where_the_exact_text_differs(capsys: pytest.CaptureFixture[s
     assert exact.partition(":]\n")[2].strip() in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_text_of_ones_own_is_compared(tmp_path: Path) -> None:
     path = tmp_path / "mine.txt"
     path.write_text("The baker of Tolben opens the door at six. " * 20)
