@@ -250,7 +250,8 @@ def quantize(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     half_x, half_zero = wide(x) / 2, wide(zero) / 2
     half_span = half_x.amax(dim, keepdim=True) - half_zero
     scale = (half_span / ((2**bits - 1) / 2)).to(x.dtype)
-    half_step = torch.where(scale == 0, 1, wide(scale) / 2)  # equal numbers have scale 0
+    half_step = wide(scale) / 2
+    half_step = torch.where(half_step == 0, 1, half_step)  # equal numbers have scale 0
     codes = ((half_x - half_zero) / half_step).round().clamp(0, 2**bits - 1).to(torch.uint8)
     codes = codes.unflatten(-1, (-1, codes_per_byte))
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=x.device)

@@ -672,7 +672,7 @@ class Trial:
         self.largest = max(self.largest, largest)
         allowed = self.tolerance
         if self.subject.approximate:
-            allowed = math.inf
+            allowed = torch.finfo(torch.float32).max  # infinity is wrong
             if self.subject.approximate is not True:
                 allowed = float(self.subject.approximate)
         wrong = ~(apart <= allowed)  # NaN, too
@@ -1342,13 +1342,15 @@ def _(trial: Trial) -> str:
     parameters = [*subject.model.parameters()]
     if not parameters:
         raise NotOffered("there is no model with weights")
-    cache = trial.filled(ids[:, :-1])
+    cache, kept = trial.filled(ids[:, :-1]), [parameter.clone() for parameter in parameters]
     try:
-        torch._foreach_mul_(parameters, 1.1)
+        for parameter in parameters:
+            parameter.mul_(1.1)
         got = trial.read(cache, ids, ids.size(1) - 1)
         expected = subject.whole(ids)[:, -1:]
     finally:
-        torch._foreach_div_(parameters, 1.1)
+        for parameter, old in zip(parameters, kept, strict=True):
+            parameter.copy_(old)
     apart = float((got - expected).abs().max() / expected.abs().max())
     return f"weights a tenth larger: {apart:.1e} of the largest logit; nothing says that the cache is stale"
 

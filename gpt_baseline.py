@@ -79,13 +79,13 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, self.head_dim)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        return q, k, v.add(k, alpha=0)  # v + 0 * k: an overflow in k reaches the logits
+        return q, k, v + 0 * k  # an overflow in k reaches the logits
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return (B, T, C): each query's attention-weighted average of the values up to its own."""
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True,
                                            dropout_p=self.dropout * self.training)
-        y = y.add(q, alpha=0)  # y + 0 * q: attention may turn NaN into 0
+        y = y + 0 * q  # attention may turn NaN into 0
         return self.c_proj(y.transpose(1, 2).flatten(2))  # (B, H, T, D) -> (B, T, C)
 
 

@@ -8,12 +8,13 @@ of all kinds writes the same tokens with its cache and without.
     latent   one short vector a token, from which keys and values are made: DeepSeek-V3
     state    a matrix a head, of one size however long the text is: Qwen3-Next, Kimi Linear
 
-The interface of caches stays as it is: append() in each layer, commit() at the end of a pass. What
-changes is how far a text can go back. truncate() succeeds where every layer can forget its latest
+The interface of caches stays as it is: append() in each layer, commit() at the end of a pass. (A
+layer with a state has no keys to append: it reads the state, and leaves the next one for commit().)
+What changes is how far a text can go back. truncate() succeeds where every layer can forget its latest
 tokens: a window can't once it has evicted what it would need, and a state never can.
 
 Shapes: B texts, T tokens fed, S tokens held, C embedding, H query heads, D head size, R numbers of a
-latent, E numbers of its rotated key, K tokens of a convolution.
+latent, E numbers of its rotated key, K tokens and N numbers of a convolution.
 
 Sources: Beltagy et al. 2020 (windows); Xiao et al. 2023 and OpenAI 2025, gpt-oss (learned sinks);
 DeepSeek-AI 2024, "DeepSeek-V2" (the latent); Yang et al. 2024, "Gated Delta Networks" (the state).
@@ -24,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +50,8 @@ from llama_kv_cache import (
 class LayeredCache(KVCache):
     """A cache for each layer, each of its own kind; all have read the same tokens.
 
-    layers: these caches. Each serves a single layer, its layer 0.
+    layers: these caches. Each serves a single layer, its layer 0. Train without a cache: a window
+    carries no gradient to tokens of earlier passes.
     """
 
     def __init__(self, caches: Iterable[KVCache]) -> None:
@@ -70,7 +73,7 @@ class LayeredCache(KVCache):
     def truncate(self, n: int) -> None:
         """Keep the first n tokens, in all layers or in none. Raises ValueError, and changes
         nothing, if there are fewer, or a layer doesn't hold what it would need."""
-        caches = [cache.clone() for cache in self.layers]
+        caches = [cache.clone() for cache in self.layers]  # until all layers have agreed
         for layer, cache in enumerate(caches):
             try:
                 cache.truncate(n)
@@ -94,8 +97,8 @@ class LayeredCache(KVCache):
         return sum(cache.nbytes for cache in self.layers)
 
     def snapshot(self) -> dict[str, object]:
-        """Return the first layer's snapshot. The others may hold something else."""
-        return self.layers[0].snapshot()
+        """Return each layer's snapshot. No slot stands for the same token in all layers."""
+        return {"slots": [], "size": 0, "layers": [cache.snapshot() for cache in self.layers]}
 
 
 # --- A window, with a rotation of its own and a learned sink ------------------------------------------
@@ -104,27 +107,28 @@ class LayeredCache(KVCache):
 class WindowAttention(Attention):
     """Attention with one more score a head, the sink: a learned number that takes part in the
     softmax and has no value. A head that finds nothing in its window gives its weight to the
-    sink, and the other weights may sum to less than 1.
+    sink, so that the other weights sum to less than 1. A sink of -inf is none.
 
-    Source: OpenAI 2025, gpt-oss. In a trained model without such sinks, the first tokens serve
-    as sinks, and a window has to keep them (chapter 3).
+    Source: OpenAI 2025, gpt-oss. A model that was trained without windows and sinks makes sinks of
+    its first tokens, which a window then has to keep (chapter 3).
     """
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__(config)
-        self.sink = nn.Parameter(torch.zeros(config.n_head))
+        self.sink = nn.Parameter(torch.empty(config.n_head))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Return (B, T, C): each query's attention-weighted average of the values it may see."""
         T, S = q.size(2), k.size(2)
         if mask is None:  # a single query sees all keys, and several are as many as the keys
             mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-        scores = q.new_zeros(T, S).masked_fill(~mask, -math.inf)  # added to q times k
+        scores = q.new_zeros(T, S).masked_fill(~mask, -math.inf)  # added to scaled products
         sink = self.sink.to(q.dtype)[:, None, None].expand(-1, T, 1)
         scores = torch.cat([scores.expand(len(sink), T, S), sink], dim=2)  # (H, T, S + 1)
         k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))  # the sink's key and value are 0
-        y = F.scaled_dot_product_attention(q, k, v, scores, enable_gqa=True)  # (B, H, T, D)
-        y = y.add(q, alpha=0)  # y + 0 * q: attention may turn NaN into 0
+        dropout = self.dropout * self.training
+        y = F.scaled_dot_product_attention(q, k, v, scores, dropout_p=dropout, enable_gqa=True)
+        y = y + 0 * q  # attention may turn NaN into 0
         return self.c_proj(y.transpose(1, 2).flatten(2))  # (B, T, C)
 
 
@@ -148,10 +152,10 @@ class WindowBlock(Block):
         rope = rotation(pos, self.rotary)  # not that of the other layers
         q, k, v = self.attn.project(self.ln_1(x))  # (B, H, T, D) each
         q, k, mask = rotate(q, rope), rotate(k, rope), None
-        v = v.add(k, alpha=0)
+        v = v + 0 * k  # an overflow in k reaches the logits
         if cache is not None:
             k, v, mask = cache.append(layer, k, v, pos)
-        else:
+        else:  # not by a cache: what a cache does can be compared with this
             mask = (pos <= pos[:, None]) & (pos > pos[:, None] - self.window)  # (T, T)
         x = x + self.drop(self.attn(q, k, v, mask))
         return x + self.drop(self.mlp(self.ln_2(x)))  # (B, T, C)
@@ -163,15 +167,16 @@ class WindowBlock(Block):
 class LatentAttention(nn.Module):
     """Attention whose keys and values are products of a latent (B, 1, S, R).
 
-    A head's key is W_k latent, its value W_v latent. There are three forms of the same numbers:
+    A head's key is latent W_k, its value latent W_v. There are three forms of the same numbers:
     - expanded: make the keys and values of all heads, then attend; what training does;
     - cached and expanded: keep the latents, and make all keys and values again at every token;
-    - absorbed: a score is q . (W_k latent) = (W_k^T q) . latent, so multiply the query instead, and
+    - absorbed: a score is q (latent W_k)^T = (q W_k^T) latent^T, so multiply the query instead, and
       attend to the latents as they are; the weighted average of latents is multiplied by W_v at
       the end. Nothing is made for the S tokens that were read before.
-    A rotation between W_k and the latent would forbid the second step, since it depends on the key's
-    position: W_k couldn't be moved to the query. So positions are in E numbers of their own, which
-    are rotated before they are cached, and are the same for all heads.
+    Keys that are rotated as in lecture 4 would forbid the last form: the rotation of each key's
+    position would stand between q and W_k, and no one product would serve all keys. So positions
+    are in E numbers of their own, which are rotated before they are cached, and are the same for
+    all heads.
 
     Source: DeepSeek-AI 2024, section 2.1.
     """
@@ -179,8 +184,9 @@ class LatentAttention(nn.Module):
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
         H, D, R, E = config.n_head, config.head_dim, config.kv_rank, config.rope_dim
-        self.sizes, self.H = (R, E), H
-        self.q_down = self.ln_q = nn.Identity()
+        self.sizes = (R, E)
+        self.n_head, self.dropout = H, config.dropout
+        self.q_down, self.ln_q = nn.Identity(), nn.Identity()
         if config.q_rank is not None:  # queries have a latent, too; it saves weights, not memory
             self.q_down = Conv1D(config.n_embd, config.q_rank)
             self.ln_q = nn.RMSNorm(config.q_rank, eps=1e-6)
@@ -193,7 +199,7 @@ class LatentAttention(nn.Module):
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the queries (B, H, T, D + E) of x (B, T, C), and what is cached (B, 1, T, R + E)."""
         R, E = self.sizes
-        q = self.q_up(self.ln_q(self.q_down(x))).unflatten(2, (self.H, -1)).transpose(1, 2)
+        q = self.q_up(self.ln_q(self.q_down(x))).unflatten(2, (self.n_head, -1)).transpose(1, 2)
         q, q_rope = q[..., :-E], q[..., -E:]
         latent, k_rope = self.kv_down(x)[:, None].split([R, E], dim=-1)  # (B, 1, T, R or E)
         q = torch.cat([q, rotate(q_rope, rope)], dim=-1)
@@ -201,22 +207,26 @@ class LatentAttention(nn.Module):
 
     def forward(self, q: Tensor, cached: Tensor, mask: Tensor | None) -> Tensor:
         """Return (B, T, C), what queries (B, H, T, D + E) read of `cached` (B, 1, S, R + E): one
-        query in the absorbed form, several in the expanded one, which then takes fewer products."""
+        query in the absorbed form, a prompt in the expanded one, which takes fewer products for it.
+        (A few queries after many tokens would be better off absorbed, too.)"""
         form = self.absorbed if q.size(2) == 1 else self.expanded
-        y = form(q, cached, mask).add(q[..., : -self.sizes[1]], alpha=0)  # (B, H, T, D)
+        y = form(q, cached, mask)  # (B, H, T, D)
+        y = y + 0 * q.sum(dim=-1, keepdim=True)  # attention may turn NaN into 0
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
     def matrices(self) -> tuple[Tensor, Tensor]:
         """Return W_k and W_v of each head (H, R, D)."""
-        return self.kv_up.weight.unflatten(1, (self.H, -1)).transpose(0, 1).chunk(2, dim=-1)
+        return self.kv_up.weight.unflatten(1, (self.n_head, -1)).transpose(0, 1).chunk(2, dim=-1)
 
     def expanded(self, q: Tensor, cached: Tensor, mask: Tensor | None) -> Tensor:
         """Return what queries (B, H, T, D + E) read (B, H, T, D): keys and values are made."""
         latent, k_rope = cached.split(self.sizes, dim=-1)
         W_k, W_v = self.matrices()
-        k = torch.cat([latent @ W_k, k_rope.expand(-1, self.H, -1, -1)], dim=-1)  # (B, H, S, D + E)
-        causal = mask is None and q.size(2) > 1
-        return F.scaled_dot_product_attention(q, k, latent @ W_v, mask, is_causal=causal)
+        k = torch.cat(
+            [latent @ W_k, k_rope.expand(-1, self.n_head, -1, -1)], dim=-1
+        )  # (B, H, S, D + E)
+        causal, dropout = mask is None and q.size(2) > 1, self.dropout * self.training
+        return F.scaled_dot_product_attention(q, k, latent @ W_v, mask, dropout, causal)
 
     def absorbed(self, q: Tensor, cached: Tensor, mask: Tensor | None) -> Tensor:
         """Return the same without making keys and values: the queries read latents."""
@@ -224,16 +234,16 @@ class LatentAttention(nn.Module):
         W_k, W_v = self.matrices()
         scale = 1 / math.sqrt(q.size(-1))  # of the key that isn't made, not of the longer query
         q = torch.cat([q[..., :-E] @ W_k.mT, q[..., -E:]], dim=-1)  # (B, H, T, R + E)
-        causal = mask is None and q.size(2) > 1
+        causal, dropout = mask is None and q.size(2) > 1, self.dropout * self.training
         y = F.scaled_dot_product_attention(
-            q, cached, cached[..., :R], mask, is_causal=causal, scale=scale, enable_gqa=True
+            q, cached, cached[..., :R], mask, dropout, causal, scale=scale, enable_gqa=True
         )  # (B, H, T, R)
         return y @ W_v
 
 
 class LatentBlock(Block):
-    """Lecture 4's block, with the latent's attention. Lecture 2's cache keeps the vectors, which are
-    a single head's: their first half as keys, their second half as values."""
+    """Lecture 4's block, with the latent's attention. Lecture 2's cache keeps the vectors, as those
+    of a single head. It wants two tensors of one shape: the two halves of the vectors."""
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__(config)
@@ -258,6 +268,8 @@ class LatentBlock(Block):
 
 # --- A state: a matrix that each token corrects -------------------------------------------------------
 
+PIECE = 64  # tokens at once: the memory is linear in the text, and so are errors of rounding
+
 
 class StateCache(KVCache):
     """What a layer with a state keeps: the states (B, H, D, D) and the last K - 1 inputs (B, N, K - 1)
@@ -278,9 +290,9 @@ class StateCache(KVCache):
         self.layers, self.pending = [self.pending], None
         self.n_read += len(pos)
 
-    def positions(self, T: int) -> Tensor:
-        """Return the positions (T,) at which the next T tokens are read."""
-        return self.n_read + torch.arange(T)
+    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> NoReturn:
+        """Raise ValueError: keys and values are another layer's."""
+        raise ValueError("a state holds no keys and values: begin with the model's new_cache()")
 
     def truncate(self, n: int) -> None:
         """Keep the first n tokens: all of them, or none. Raises ValueError for other n."""
@@ -317,20 +329,21 @@ class StateCache(KVCache):
 
 
 def delta_rule(
-    state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, write: Tensor
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, write: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return what queries q (B, H, T, D) read (B, H, T, D), and the state (B, H, D, D) after all
     tokens, one after another.
 
-    The state is a matrix S that answers a key k with the value k S. A token first lets S fade by
-    decay (B, H, T, 1), then corrects the answer to its own key: it adds k (v - k S), times write,
-    from 0 to 1. With write 1 and a key of length 1, the answer to k is then exactly v, whatever
-    stood there before. A sum of k v, which BCT writes, never takes the old answer away.
+    A state is a matrix M that answers a key k with the value k M. A token first multiplies M by its
+    decay, whose log (B, H, T, 1) is at most 0: a decay of 1 keeps all. Then it corrects the answer
+    to its own key: it adds k^T (v - k M), times write, from 0 to 1. With write 1 and a key of length
+    1, the answer to k is then exactly v, whatever stood there before. A plain sum of k^T v, the rule
+    "sum" of BCT, never takes the old answer away.
     """
     read = []
     for t in range(q.size(2)):
         here = slice(t, t + 1)
-        state = state * decay[:, :, here]
+        state = state * log_decay[:, :, here].exp()
         error = v[:, :, here] - k[:, :, here] @ state  # (B, H, 1, D)
         state = state + k[:, :, here].mT @ (write[:, :, here] * error)
         read.append(q[:, :, here] @ state)
@@ -338,21 +351,21 @@ def delta_rule(
 
 
 def delta_rule_at_once(
-    state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, write: Tensor
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, write: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the same as delta_rule(), for all tokens at once.
+    """Return the same as delta_rule(), for all tokens at once, in memory of T x T numbers a head.
 
     Each token's correction depends on those before it, all linearly. So the T corrections u solve
-    a triangular system: u_t = write_t (v_t - k_t S_0 - sum over s < t of (k_t . k_s) u_s), where
+    a triangular system: u_t = write_t (v_t - k_t M_0 - sum over s < t of (k_t . k_s) u_s), where
     what is from before fades on the way.
     """
-    T = q.size(2)
-    fade = decay.log().cumsum(dim=2)  # (B, H, T, 1), log of how much of S_0 is left at each token
-    faded = (fade - fade.mT).tril().exp().tril()  # (B, H, T, T), of token s's correction at t
-    system = torch.eye(T, device=q.device) + (write * (k @ k.mT) * faded).tril(-1)
+    fade = log_decay.cumsum(dim=2)  # (B, H, T, 1), log of how much of M_0 is left at each token
+    # How much of token s's correction is left at t, 0 for s > t: exp() mustn't see those, either.
+    left = (fade - fade.mT).tril().exp().tril()  # (B, H, T, T)
+    system = (write * (k @ k.mT) * left).tril(-1)  # and ones on the diagonal
     wanted = write * (v - fade.exp() * (k @ state))
     u = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    read = fade.exp() * (q @ state) + (q @ k.mT * faded) @ u
+    read = fade.exp() * (q @ state) + (q @ k.mT * left) @ u
     last = fade[:, :, -1:]
     return read, last.exp() * state + (k * (last - fade).exp()).mT @ u
 
@@ -361,22 +374,24 @@ class StateAttention(nn.Module):
     """A layer without attention to tokens: it reads and corrects a state.
 
     Queries, keys and values pass a short convolution, each number for itself over the last K
-    tokens; queries and keys have length 1. Two numbers of each head and token say how much of the
-    state stays, and how far it is corrected. The state is float32 in any model, since errors of
-    rounding would add up over the text.
+    tokens, so that a key can say what came just before; keys have length 1. Two numbers of each
+    head and token say how far the state is corrected and how fast it fades: its decay,
+    exp(-speed softplus(fade + offset)), is between 0 and 1. A third gate, of each number, lets
+    through what is read. The state is float32 in any model, since errors of rounding would add up
+    over the text. Dropout acts on the layer's sum only.
 
     Source: Yang et al. 2024; details as in Qwen3-Next.
     """
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
-        self.H, width = config.n_head, config.n_head * config.head_dim
-        self.K = config.conv
+        self.n_head, self.K = config.n_head, config.conv
+        width = config.n_head * config.head_dim
         self.c_attn = Conv1D(config.n_embd, 3 * width)
         self.conv = nn.Parameter(torch.empty(3 * width, 1, self.K))
-        self.c_gates = Conv1D(config.n_embd, 2 * self.H)  # of writing and keeping
-        self.speed = nn.Parameter(torch.zeros(self.H))  # log of how fast a head forgets
-        self.offset = nn.Parameter(torch.zeros(self.H))
+        self.c_gates = Conv1D(config.n_embd, 2 * config.n_head)  # of writing and fading
+        self.log_speed = nn.Parameter(torch.empty(config.n_head))
+        self.offset = nn.Parameter(torch.empty(config.n_head))
         self.c_out = Conv1D(config.n_embd, width)  # the gate of what is read
         self.ln_y = nn.RMSNorm(config.head_dim, eps=1e-6)
         self.c_proj = Conv1D(width, config.n_embd)
@@ -386,32 +401,37 @@ class StateAttention(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return what x (B, T, C) reads (B, T, C), and the new states and inputs of the convolution;
         held: those before, None at the beginning of a text."""
-        inputs = self.c_attn(x).mT  # (B, 3 * H * D, T)
+        inputs = self.c_attn(x).mT  # (B, N, T), N = 3 * H * D
         if held is None:
-            D = inputs.size(1) // (3 * self.H)
-            state = x.new_zeros(len(x), self.H, D, D, dtype=torch.float32)
+            D = inputs.size(1) // (3 * self.n_head)
+            state = x.new_zeros(len(x), self.n_head, D, D, dtype=torch.float32)
             before = inputs.new_zeros(*inputs.shape[:2], self.K - 1)
         else:
             state, before = held
-            if before.shape[:2] != inputs.shape[:2]:
-                sizes = f"{list(before.shape[:2])} got {list(inputs.shape[:2])}"
-                raise ValueError(f"a cache for [B, inputs] {sizes}")
+            expected = [*before.shape[:2], state.size(1), before.dtype, before.device]
+            given = [*inputs.shape[:2], self.n_head, inputs.dtype, inputs.device]
+            if given != expected:
+                raise ValueError(f"a cache for [B, N, H, dtype, device] {expected} got {given}")
         inputs = torch.cat([before, inputs], dim=2)
-        y = F.silu(F.conv1d(inputs, self.conv, groups=inputs.size(1)))  # (B, 3 * H * D, T)
-        q, k, v = y.unflatten(1, (3, self.H, -1)).mT.float().unbind(dim=1)  # (B, H, T, D) each
+        y = F.silu(F.conv1d(inputs, self.conv, groups=inputs.size(1)))  # (B, N, T)
+        q, k, v = y.unflatten(1, (3, self.n_head, -1)).mT.float().unbind(dim=1)  # (B, H, T, D) each
         q, k = unit(q) / math.sqrt(q.size(-1)), unit(k)
-        write, keep = self.c_gates(x).float().mT[..., None].chunk(2, dim=1)  # (B, H, T, 1) each
-        speed, offset = self.speed.float().exp(), self.offset.float()
-        decay = (-speed[:, None, None] * F.softplus(keep + offset[:, None, None])).exp()
+        write, fade = self.c_gates(x).float().mT[..., None].chunk(2, dim=1)  # (B, H, T, 1) each
+        speed, offset = self.log_speed.float().exp(), self.offset.float()
+        log_decay = -speed[:, None, None] * F.softplus(fade + offset[:, None, None])
         rule = delta_rule if x.size(1) == 1 else delta_rule_at_once
-        y, state = rule(state, q, k, v, decay, write.sigmoid())
-        y = self.ln_y(y.transpose(1, 2).to(x.dtype))  # (B, T, H, D)
+        read, given = [], (q, k, v, log_decay, write.sigmoid())
+        for piece in zip(*(part.split(PIECE, dim=2) for part in given), strict=True):
+            y, state = rule(state, *piece)
+            read.append(y)
+        y = torch.cat(read, dim=2).transpose(1, 2).to(x.dtype)  # (B, T, H, D)
+        y = self.ln_y(y)
         y = y.flatten(2) * F.silu(self.c_out(x))
         return self.c_proj(y), (state, inputs[:, :, 1 - self.K :].clone())
 
 
 def unit(x: Tensor) -> Tensor:
-    """Return vectors x (..., D), with length 1."""
+    """Return vectors x (..., D), scaled to length 1; zeros stay zeros."""
     return x * (x.square().sum(dim=-1, keepdim=True) + 1e-6).rsqrt()
 
 
@@ -457,9 +477,9 @@ class HybridConfig(LlamaConfig):
     """
 
     kinds: tuple[str, ...] = ()
-    window: int = 128  # tokens that a window layer sees, its own among them
+    window: int = 128  # tokens that a window layer's query sees, its own included
     window_theta: float = 10_000.0  # base of a window layer's frequencies
-    q_rank: int | None = None  # numbers of a query's latent; None: none
+    q_rank: int | None = None  # numbers of a query's latent; None: queries have none
     kv_rank: int = 512  # R, numbers of a latent
     rope_dim: int = 64  # E, numbers of a latent layer's rotated key
     conv: int = 4  # K, tokens that a state layer's convolution sees
@@ -471,9 +491,13 @@ class HybridConfig(LlamaConfig):
                 f"kinds must be one of {', '.join(KINDS)} for each of {self.n_layer} layers, "
                 f"got {self.kinds}"
             )
-        for name, least in {"window": 1, "kv_rank": 1, "rope_dim": 2, "conv": 2}.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        least = {"window": 1, "q_rank": 1, "kv_rank": 1, "rope_dim": 2, "conv": 2}
+        for name in least:
+            value = getattr(self, name)
+            if value is not None and value < least[name]:
+                raise ValueError(f"{name} must be at least {least[name]}, got {value}")
+        if (self.qk_norm or self.qkv_bias) and {*self.kinds} != {"full"}:
+            raise ValueError(f"qk_norm and qkv_bias are of full layers only, got {self.kinds}")
         if self.rope_dim % 2 or self.kv_rank % 2:
             sizes = f"rope_dim is {self.rope_dim}, kv_rank {self.kv_rank}"
             raise ValueError(f"{sizes}: both must be even, for pairs and halves")
@@ -488,6 +512,13 @@ class Hybrid(Llama):
         super().__init__(config)
         self.h = nn.ModuleList(KINDS[kind](config) for kind in config.kinds)
         self.init_weights()
+        for name, parameter in self.named_parameters():  # what a small random number isn't good for
+            if name.endswith("conv"):
+                nn.init.normal_(parameter, std=1 / math.sqrt(config.conv))
+            elif name.endswith(("sink", "log_speed")):
+                nn.init.zeros_(parameter)
+            elif name.endswith("offset"):
+                nn.init.constant_(parameter, -4)  # of a state, 98% stays at each token
 
     def new_cache(self) -> LayeredCache:
         """Return an empty cache, of each layer's kind."""
@@ -516,7 +547,8 @@ def main(argv: list[str] | None = None) -> None:
         torch.manual_seed(0)
         sizes = {"vocab_size": 200, "n_ctx": 2048, "n_layer": 4, "n_embd": 128, "n_inner": 256}
         heads = {"n_head": 8, "n_kv_head": 4, "head_dim": 16, "kv_rank": 24, "rope_dim": 8}
-        model = Hybrid(HybridConfig(**sizes, **heads, kinds=tuple(KINDS), window=args.window))
+        heads |= {"kinds": tuple(KINDS), "window": args.window, "tied": False}
+        model = Hybrid(HybridConfig(**sizes, **heads))
         ids = torch.randint(200, (1, 1024))
         cache, rows = model.eval().new_cache(), []
         for end in (64, 256, 1024):
@@ -532,11 +564,14 @@ def main(argv: list[str] | None = None) -> None:
         print(
             f"\n100 tokens after a prompt of 100, with the cache and without: same tokens: {same}"
         )
-        try:
-            cache.truncate(1000)
-            print("Back to 1,000 of 1,024 tokens: done")
-        except ValueError as error:
-            print(f"Back to 1,000 of 1,024 tokens: refused ({error})")
+        print(f"Different tokens among them: {len(set(written[0].tolist()))}")
+        print("\nBack from 1,024 tokens to 1,000, by each layer alone:")
+        for kind, layer in zip(KINDS, cache.layers, strict=True):
+            try:
+                layer.clone().truncate(1000)
+                print(f"  {kind}: yes")
+            except ValueError as error:
+                print(f"  {kind}: no, {error}")
 
 
 if __name__ == "__main__":

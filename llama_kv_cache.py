@@ -217,7 +217,7 @@ class Attention(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal,  # GQA
                                            dropout_p=self.dropout * self.training,  # GQA
                                            enable_gqa=True)  # GQA
-        y = y.add(q, alpha=0).reshape(heads)  # GQA  y + 0 * q: attention may turn NaN into 0
+        y = (y + 0 * q).reshape(heads)  # GQA  attention may turn NaN into 0
         return self.c_proj(y.transpose(1, 2).flatten(2))  # (B, H, T, D) -> (B, T, C)
 
 
@@ -266,7 +266,7 @@ class Block(nn.Module):
                 rope: tuple[Tensor, Tensor]) -> Tensor:  # ROPE
         q, k, v = self.attn.project(self.ln_1(x))  # ROPE  (B, H, T, D) each
         q, k, mask = rotate(q, rope), rotate(k, rope), None  # ROPE  a cache holds rotated keys
-        v = v.add(k, alpha=0)  # ROPE  v + 0 * k: an overflow in k reaches the logits
+        v = v + 0 * k  # ROPE  an overflow in k reaches the logits
         if cache is not None:  # NEW
             k, v, mask = cache.append(layer, k, v, pos)  # NEW  (B, H, S, D) twice, (T, S) or None
         x = x + self.drop(self.attn(q, k, v, mask))  # NEW

@@ -98,9 +98,10 @@ def test_a_model_equals_transformers(name: str, tmp_path: Path) -> None:
 def test_bfloat16_is_as_near_as_transformers(kind: str, tmp_path: Path) -> None:
     expected, ids = reference(tmp_path, kind=kind), ids_of(2, 40)
     exact = expected(ids).logits
-    ours = load_model(str(tmp_path), dtype=torch.bfloat16)(ids, KVCache())
+    cache = KVCache()
+    ours = load_model(str(tmp_path), dtype=torch.bfloat16)(ids, cache)
     theirs = expected.bfloat16()(ids).logits
-    assert ours.dtype == torch.bfloat16
+    assert ours.dtype == cache.layers[0].dtype == torch.bfloat16
     assert (ours - exact).norm() < 1.2 * (theirs - exact).norm()
 
 

@@ -1,5 +1,7 @@
 """Numbers beyond what a dtype holds, and what a process's default dtype must not change."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from compress import dequantize, quantize
 from gpt_baseline import GPT as Baseline
 from gpt_bounded_cache import BCT, BCTConfig
 from gpt_kv_cache import GPT, GPTConfig
+from hybrid_kv_cache import KINDS, Hybrid, HybridConfig
 from llama_kv_cache import Llama, LlamaConfig
 
 SIZES = {"vocab_size": 50, "n_ctx": 64, "n_layer": 2, "n_head": 4, "n_embd": 32}
@@ -19,6 +22,8 @@ MODELS = {
     "Llama": (Llama, LLAMA),
     "normed Llama": (Llama, LlamaConfig(**{**vars(LLAMA), "qk_norm": True})),
 }
+KINDS_OF_LAYERS = {"n_layer": 4, "kinds": tuple(KINDS), "kv_rank": 16, "rope_dim": 8}
+HYBRID = (Hybrid, HybridConfig(**vars(LLAMA) | KINDS_OF_LAYERS))
 
 
 def overflowing(name: str, which: int) -> nn.Module:
@@ -45,16 +50,17 @@ def test_what_overflows_inside_attention_reaches_the_logits(name: str, which: in
         assert logits.isnan().any(dim=-1).all(), "of every token"
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_do_not_depend_on_the_default_dtype(name: str) -> None:
-    make, config = MODELS[name]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", [*MODELS, "hybrid"])
+def test_logits_do_not_depend_on_the_default_dtype(name: str, dtype: torch.dtype) -> None:
+    make, config = HYBRID if name == "hybrid" else MODELS[name]
     if name == "BCT":
         config = BCTConfig(**{**vars(config), "rule": "sum", "random_start": True})
     if isinstance(config, LlamaConfig):
-        config = LlamaConfig(**{**vars(config), "rope_scaling": (32.0, 1.0, 4.0, 16)})
+        config = replace(config, rope_scaling=(32.0, 1.0, 4.0, 16))
     model, ids = make(config).eval().requires_grad_(False), torch.arange(40)[None]
     expected = model(ids)
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(dtype)
     try:
         given = model(ids)
     finally:
