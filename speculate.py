@@ -364,7 +364,7 @@ def demo_of_prompts(
     study: str,
 ) -> None:
     """Print demo() of prompts in data/real: texts to be rewritten, and open ones. study: the command that measures more."""
-    device, stop_ids = models[0].wte.weight.device, end_tokens_of(tokenizer)
+    device = models[0].wte.weight.device
     for kind, drafter, description in (
         (
             "rewrite",
@@ -378,6 +378,7 @@ def demo_of_prompts(
         print(f"2 answers of at most {max_new_tokens} tokens, {description}\n")
         ids = [encode_prompt(prompt, tokenizer) for prompt in prompts]
         tensors = [torch.tensor([tokens], device=device) for tokens in ids]
+        stop_ids = end_tokens_of(tokenizer)  # by now with that of an answer
         demo(models, tensors, max_new_tokens, drafter, stop_ids)
         print()
     print(f"""\

@@ -74,7 +74,10 @@ def attend(
 
 def cache_layers(config: Any) -> list[CacheLayerMixin]:
     """Return transformers' own cache of each layer: a DynamicLayer if it attends to the whole context. Raises ValueError
-    if one attends neither to all nor to a window."""
+    if one attends neither to all nor to a window, or keys change with what follows."""
+    for changing in ("longrope", "dynamic"):
+        if changing in str(getattr(config, "rope_parameters", None)):
+            raise ValueError(f"rope_type {changing} can't be served: keys depend on what follows")
     layers = DynamicCache(config=config).layers
     context = getattr(config, "max_position_embeddings", math.inf)
     for i, layer in enumerate(layers):
@@ -139,7 +142,13 @@ def register(attention: Callable[..., Any], prefix: str, model: PreTrainedModel)
     """Make a function known to transformers that stands in front of a model's attention; return the name it gets."""
     config = model.config.get_text_config(decoder=True)
     prefix += f"{type(model).__name__}_"
-    usual = config._attn_implementation.removeprefix(prefix)
+    if prefix in config._attn_implementation:  # it is there already, perhaps behind another one
+        return config._attn_implementation
+    usual = config._attn_implementation
+    if usual not in ALL_MASK_ATTENTION_FUNCTIONS:
+        raise ValueError(
+            f"{type(model).__name__} can't be served: attention {usual!r} has no masks"
+        )
     eager = getattr(sys.modules[type(model).__module__], "eager_attention_forward", None)
     function = partial(attention, usual=AttentionInterface().get(usual, eager))
     AttentionInterface.register(prefix + usual, function)
@@ -266,7 +275,7 @@ class TransformersCache(Cache):
         # Of our layers, in a pass that has begun. None: each pass has come to its end.
         self.n_attended: int | None = None
         attention = config._attn_implementation
-        if not (attention.startswith(PREFIX) and has_hooks(model)):
+        if not (PREFIX in attention and has_hooks(model)):
             check_and_install(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TransformersCache":
@@ -279,11 +288,15 @@ class TransformersCache(Cache):
     def begin_pass(self, model: nn.Module) -> None:
         if model is not self.model:
             raise ValueError("this cache was made for another model: make one for each")
+        self.refuse_after_failure()
+        self.n_attended = 0
+
+    def refuse_after_failure(self) -> None:
+        """Raise ValueError if a pass or a change has failed that layers of transformers' took part in."""
         if self.n_attended is not None and self.n_layers < len(self.layers):
             raise ValueError(
-                "what failed before has left a part in the layers with a window: make a new cache"
+                "what failed before has left a part in the layers with a window: reset() it, or make a new cache"
             )
-        self.n_attended = 0
 
     def append(self, index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values (B, H, S, D) of our layer `index`, new ones (B, H, T, D) included. Raises
@@ -324,6 +337,7 @@ class TransformersCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -tokens_to_remove tokens. Raises ValueError if the cache has fewer, or has evicted some."""
+        self.refuse_after_failure()
         self.change("crop", tokens_to_remove)
         self.ours.truncate(len(self.ours) + tokens_to_remove)
         self.n_attended = None
@@ -335,6 +349,7 @@ class TransformersCache(Cache):
 
     def change_rows(self, name: str, given: Any, change: Callable[[Tensor], Tensor]) -> None:
         """Change the rows of all layers. Raises ValueError if those of ours aren't tensors (2, B, H, S, D)."""
+        self.refuse_after_failure()
         layers = self.ours.layers
         if not all(isinstance(kv, Tensor) and kv.dim() == 5 for kv in layers):
             kind = type(self.ours).__name__

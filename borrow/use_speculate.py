@@ -11,7 +11,7 @@ from speculate import DraftCounts, Drafter, draft_by_student, draft_from_text, s
 def write(
     ids: list[int], n: int, draft: Drafter = draft_from_text, student: nn.Module = model
 ) -> tuple[list[int], DraftCounts]:
-    """Return n tokens after ids, and how many drafted ones stayed. student: a model of the same vocabulary."""
+    """Return n tokens after ids, and how many drafted ones stayed. student: a model of the same tokenizer."""
     counts, device = DraftCounts(), model.wte.weight.device
     pair = Pair(model, student, torch.tensor([ids], device=device))
     return [int(token) for token in speculate(pair, n, 8, draft, counts)], counts

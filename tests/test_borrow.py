@@ -156,9 +156,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "changing rotations": (
         "Llama",
         {"rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}},
-        "rope_type is dynamic",
+        "rope_type dynamic can't be served",
     ),
-    "no attention interface": ("StableLm", {}, "goes around transformers' interface"),
+    "no attention interface": (
+        "StableLm",
+        {},
+        "no keys reached our cache: transformers_cache.py may serve it",
+    ),
 }
 
 

@@ -280,6 +280,10 @@ def test_a_mixed_cache_refuses_what_follows_a_failed_pass() -> None:
     for each in (cache, copy.deepcopy(cache)):
         with pytest.raises(ValueError, match="what failed before has left a part in the layers"):
             read(model, ids, each)
+    row = torch.tensor([0])
+    for change in (cache.crop, cache.batch_select_indices, cache.batch_repeat_interleave):
+        with pytest.raises(ValueError, match="what failed before has left a part"):
+            change(row if change == cache.batch_select_indices else -1)
     cache.reset()
     assert_close(read(model, ids, cache), whole(model, ids), torch.float32)
 
@@ -330,6 +334,12 @@ REFUSED: list[tuple[str, dict[str, Any], Any, str]] = [
     ("BertLMHeadModel", {}, KVCache(), "BertLMHeadModel can't be served: logits differ"),
     ("Gemma2", {"sliding_window": 128, "head_dim": 8}, KVCache(), "its attention has softcap"),
     ("Bloom", {}, KVCache(), "its attention goes around transformers' interface"),
+    (
+        "Llama",
+        {"rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}},
+        KVCache(),
+        "rope_type dynamic can't be served: keys depend on what follows",
+    ),
 ]
 
 
