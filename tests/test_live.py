@@ -38,25 +38,27 @@ def wait_for(page: Any, name: str, words: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def opened(browser: Any) -> Iterator[Any]:
-    """The page, once it is ready: one for all tests, each of which gives the inputs that it needs."""
+def tab(browser: Any) -> Iterator[Any]:
     with offline_page(browser) as page:
-        page.goto(PAGE.as_uri())
-        wait_for(page, "prefix", "Read all")
         yield page
 
 
 @pytest.fixture
-def live_page(opened: Any) -> Any:
-    opened.fill("#prompt", PROMPT)
-    return opened
+def live_page(tab: Any) -> Any:
+    """The page, once it is ready, with a prompt. It is loaded anew: nothing runs on from an earlier test."""
+    tab.goto(PAGE.as_uri())
+    wait_for(tab, "prefix", "Read all")
+    tab.fill("#prompt", PROMPT)
+    return tab
 
 
 @pytest.fixture(scope="module")
-def scripts(opened: Any) -> Any:
+def scripts(browser: Any) -> Iterator[Any]:
     """A page with the scripts' functions, and the model that they load."""
-    opened.evaluate("globalThis.model = load_model(WEIGHTS)")
-    return opened
+    with offline_page(browser) as page:
+        page.goto(PAGE.as_uri())
+        page.evaluate("globalThis.model = load_model(WEIGHTS)")
+        yield page
 
 
 def relative_error(found: list, expected: Tensor) -> float:
