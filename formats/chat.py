@@ -4,9 +4,10 @@ tokens tell which one it uses."""
 import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple, NoReturn
 
 import tiktoken
@@ -72,6 +73,7 @@ FIXED_FORMS = {
 ANSWER = "\ue000answer\ue000"  # marks that no template contains
 THOUGHT = "\ue000thought\ue000"
 LARGEST_PRODUCT = 10**8  # that a template may compute
+MOST_STEPS = 10**6  # of a template's loops, all of them together
 INSTRUCTION = "Read this text and answer the question after it with a few words."
 
 
@@ -197,12 +199,24 @@ def rendered_messages(
     def raise_exception(message: str) -> NoReturn:
         raise TemplateError(message)
 
+    steps = count(1)
+
+    def counted(items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            if next(steps) > MOST_STEPS:
+                raise TemplateError(f"its loops take more than {MOST_STEPS:,} steps")
+            yield item
+
+    environment.filters["counted"] = counted
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = datetime.now().strftime
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     variables = {"bos_token": "", "eos_token": "", "tools": None, "documents": None} | named_tokens
     try:
-        text = environment.from_string(template).render(
+        tree = environment.parse(template)
+        for loop in tree.find_all(nodes.For):
+            loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None)
+        text = environment.from_string(tree).render(
             messages=messages, add_generation_prompt=True, **variables
         )
         text.encode()  # surrogates have none

@@ -167,6 +167,7 @@ HOSTILE = {
     "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}": "RecursionError",
     "{{ 'x' * 10**11 }}": "more than 100,000,000",
     "{{ 9**9**9 }}": "more than 100,000,000",
+    "{% for _ in range(9999) %}" * 2 + "{% endfor %}" * 2: "more than 1,000,000 steps",
     "{{ ''.__class__.__mro__ }}": "unsafe",
     "{{ messages.clear() }}": "unsafe",
     "{{ nothing.at.all }}": "undefined",
