@@ -122,9 +122,8 @@ class Folder:
         fits = n_vocab == size
         if path.name != TIKTOKEN_FILE:
             tokenizer.end_ids = end_tokens(tokenizer, path, config, self.generation_config())
-            check_named_tokens(
-                tokenizer, self.tokenizer_config(), str(self.path / TOKENIZER_CONFIG)
-            )
+            where = f"{self.path / TOKENIZER_CONFIG} or special_tokens_map.json"
+            check_named_tokens(tokenizer, self.tokenizer_config(), where)
             fits = n_vocab <= size  # embeddings may have rows without a token
         if not fits:
             raise ValueError(f"{path} makes {n_vocab} tokens, but {self.where} says {size}")
