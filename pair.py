@@ -103,8 +103,8 @@ class Pair:
             self.student(self.unread_by_student(), self.student_cache, last_only=True)
 
     def unread_by_student(self) -> Tensor:
-        """Return the tokens (B, T) that the student hasn't read. One that its vocabulary lacks is its last one: a
-        vocabulary may be padded to fewer ids than the teacher's."""
+        """Return the tokens (B, T) that the student hasn't read. An id that the student's vocabulary lacks, since it is
+        padded to fewer ids, is replaced by its last id."""
         unread = self.ids[:, self.cached_from + len(self.student_cache) :]
         return unread.clamp(max=self.student.config.vocab_size - 1)
 
@@ -148,8 +148,8 @@ def load_pair(
     tokenizer, student_tokenizer = load_tokenizer(teacher), load_tokenizer(student)
     if tokens_of(tokenizer) != tokens_of(student_tokenizer):
         raise ValueError(
-            f"{teacher} and {student} don't share a tokenizer: of their {tokenizer.n_vocab:,} and "
-            f"{student_tokenizer.n_vocab:,} tokens, some have one id and two texts"
+            f"{teacher} and {student} don't share a tokenizer: their {tokenizer.n_vocab:,} and "
+            f"{student_tokenizer.n_vocab:,} tokens aren't the same texts"
         )
     models = [load_model(name, **options) for name in (teacher, student)]
     if difference := geometry_difference(*models):
@@ -157,10 +157,10 @@ def load_pair(
             f"[the cache of {teacher} doesn't fit {student} ({difference}), which reads everything itself: "
             f"{consequence}]"
         )
-    _, bits = split_twin(student)
+    base, bits = split_twin(student)
     if bits:
         print(
-            f"[{student} is {split_twin(student)[0]} with weights rounded to {bits} bits; they are held as before, so "
+            f"[{student} is {base} with weights rounded to {bits} bits; they are held as before, so "
             "that it is no faster]"
         )
     return *models, tokenizer

@@ -588,13 +588,13 @@ class Conversation:
         self.turns.append((question, self.past_answer(text)))
         self.tokens += len(ids)
         self.reused_tokens += reused
-        said = f"reused {reused} of {len(ids)} tokens; first token after {1e3 * first_token_seconds:.1f} ms"
+        report = f"reused {reused} of {len(ids)} tokens; first token after {1e3 * first_token_seconds:.1f} ms"
         if self.compare:
             cold_seconds, _ = time_call(lambda: prefilled_cache(self.store.model, ids))
-            said += f", without reuse {1e3 * cold_seconds:.1f} ms"
+            report += f", without reuse {1e3 * cold_seconds:.1f} ms"
         if len(answer) == self.max_new_tokens and not self.is_end(answer[-1]):
-            said += f"; cut off after {len(answer)} tokens: --max-new-tokens gives more"
-        print(f"[{said}]\n")
+            report += f"; cut off after {len(answer)} tokens: --max-new-tokens gives more"
+        print(f"[{report}]\n")
 
     def is_end(self, token: int) -> bool:
         """Return whether a token ends an answer."""

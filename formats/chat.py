@@ -4,9 +4,10 @@ tokens tell which one it uses."""
 import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple, NoReturn
 
 import tiktoken
@@ -22,12 +23,14 @@ class ChatForm(NamedTuple):
     """The form of a conversation: the text up to the first answer, with what begins every text, and the text from the
     end of an answer up to the next one, each with {} in the place of a question.
 
-    later: "" if the form takes a single question. past: the two texts as they are once another question follows, if
-    that changes them. after_thoughts: None if an earlier answer keeps its thoughts, else what stands in their place.
+    later: "" if the form takes a single question. after_answer: what follows an answer, up to the next question. past:
+    the two texts as they are once another question follows, if that changes them. after_thoughts: None if an earlier
+    answer keeps its thoughts, else what stands in their place.
     """
 
     first: str
     later: str = ""
+    after_answer: str = ""
     past: tuple[str, str] | None = None
     after_thoughts: str | None = None
 
@@ -67,9 +70,10 @@ FIXED_FORMS = {
         "<|im_end|>\n",
     ),
 }
-ANSWER = "An answer."
-THOUGHT = "A thought."
+ANSWER = "\ue000answer\ue000"  # marks that no template contains
+THOUGHT = "\ue000thought\ue000"
 LARGEST_PRODUCT = 10**8  # that a template may compute
+MOST_STEPS = 10**6  # of a template's loops, all of them together
 INSTRUCTION = "Read this text and answer the question after it with a few words."
 
 
@@ -93,7 +97,7 @@ def chat_form(tokenizer: tiktoken.Encoding, system: str = "") -> ChatForm:
         form = template_form(tokenizer.chat_template, tokenizer.named_tokens, system)
     else:
         form = fixed_form(tokenizer, system)
-    after_answer = form.later.lstrip()
+    after_answer = form.after_answer.lstrip()
     for name in sorted(tokenizer.added_ids, key=len, reverse=True):
         if after_answer.startswith(name):
             end = tokenizer.added_ids[name]
@@ -109,7 +113,8 @@ def fixed_form(tokenizer: tiktoken.Encoding, system: str = "") -> ChatForm:
             system = system or form.default_system
             header = form.header.replace("{}", system) if system else ""
             beginning = tokenizer.decode(beginning_tokens(tokenizer))
-            return ChatForm(beginning + header + form.question, form.end + form.question)
+            first = beginning + header + form.question
+            return ChatForm(first, form.end + form.question, form.end)
     raise ValueError(
         f"--chat needs a model whose tokens include {' or '.join(FIXED_FORMS)}: this one answers no questions"
     )
@@ -134,8 +139,9 @@ def template_form(template: str, named_tokens: dict[str, str], system: str = "")
     second = pieces(render([*before, question, answer, question]))
     third = pieces(render([*before, question, answer, question, answer, question]))
     expected = [*second[:2], *third[2:3], *second[1:2], *second[2:]]
+    after_answer = second[2] if len(second) > 2 else ""
     if len(second) != 4 or third != expected:  # turns look alike only if none follows
-        return ChatForm(first)
+        return ChatForm(first, after_answer=after_answer)
     later = "{}".join(second[2:])
     past = ("{}".join(third[:2]), "{}".join(third[2:4]))
     thoughts = render([*before, question, thinking, question]).partition(ANSWER)[0]
@@ -143,6 +149,7 @@ def template_form(template: str, named_tokens: dict[str, str], system: str = "")
     return ChatForm(
         first,
         later,
+        after_answer,
         past=None if past == (first, later) else past,
         after_thoughts=None if THOUGHT in thoughts else thoughts,
     )
@@ -192,14 +199,28 @@ def rendered_messages(
     def raise_exception(message: str) -> NoReturn:
         raise TemplateError(message)
 
+    steps = count(1)
+
+    def counted(items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            if next(steps) > MOST_STEPS:
+                raise TemplateError(f"its loops take more than {MOST_STEPS:,} steps")
+            yield item
+
+    environment.filters["counted"] = counted
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = datetime.now().strftime
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     variables = {"bos_token": "", "eos_token": "", "tools": None, "documents": None} | named_tokens
     try:
-        return environment.from_string(template).render(
+        tree = environment.parse(template)
+        for loop in tree.find_all(nodes.For):
+            loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None)
+        text = environment.from_string(tree).render(
             messages=messages, add_generation_prompt=True, **variables
         )
+        text.encode()  # surrogates have none
+        return text
     except Exception as error:  # a template can raise whatever Python can
         reason = str(error) if isinstance(error, TemplateError) else repr(error)
         raise ValueError(f"the model's chat template can't be used: {reason:.200}") from error

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from formats.configs import KIND_OF_MODEL_TYPE
+from formats.configs import KIND_OF_MODEL_TYPE, check_choice
 from formats.gguf_files import GGUFFile, find_smollm2
 from formats.names import LLAMAS, POCKET, PUBLIC, SMOLLM2, advice_on_name, split_twin
 from formats.tensors import read_weights
@@ -122,9 +122,8 @@ class Folder:
         fits = n_vocab == size
         if path.name != TIKTOKEN_FILE:
             tokenizer.end_ids = end_tokens(tokenizer, path, config, self.generation_config())
-            check_named_tokens(
-                tokenizer, self.tokenizer_config(), str(self.path / TOKENIZER_CONFIG)
-            )
+            where = f"{self.path / TOKENIZER_CONFIG} or special_tokens_map.json"
+            check_named_tokens(tokenizer, self.tokenizer_config(), where)
             fits = n_vocab <= size  # embeddings may have rows without a token
         if not fits:
             raise ValueError(f"{path} makes {n_vocab} tokens, but {self.where} says {size}")
@@ -134,7 +133,8 @@ class Folder:
         """Return the path of the tokenizer's file; None if there is none, but a vocabulary of GPT-2's size. Raises
         FileNotFoundError or ValueError if there is none and the vocabulary is another."""
         filenames = {path.name for path in self.path.iterdir()}
-        model_type = config.get("model_type")
+        model_type = config.get("model_type") or "gpt2"
+        check_choice(self.where, "model_type", model_type, [*KIND_OF_MODEL_TYPE])
         if TIKTOKEN_FILE not in filenames and self.path.resolve().parent == POCKET_FOLDER:
             return (
                 POCKET_FOLDER / "teacher" / TIKTOKEN_FILE
@@ -142,7 +142,7 @@ class Folder:
         for filename in READERS:
             if filename in filenames and (model_type == "llama" or filename != LLAMA3_FILE):
                 return self.file(filename)
-        is_llama = KIND_OF_MODEL_TYPE.get(model_type) == "Llama"
+        is_llama = KIND_OF_MODEL_TYPE[model_type] == "Llama"
         if is_llama or any(re.fullmatch(TOKENIZER_FILE, filename) for filename in filenames):
             return self.file("tokenizer.json")
         if config["vocab_size"] == 50257:
@@ -153,9 +153,13 @@ class Folder:
         )
 
     def tokenizer_config(self) -> dict[str, Any]:
-        """Return what tokenizer_config.json says, or {} if there is none."""
-        path = self.path / TOKENIZER_CONFIG
-        return read_json(path) if path.exists() else {}
+        """Return what tokenizer_config.json says, {} if there is none. As in transformers, an older folder's
+        special_tokens_map.json takes precedence, and one with added_tokens_decoder isn't older."""
+        path, older = self.path / TOKENIZER_CONFIG, self.path / "special_tokens_map.json"
+        content = read_json(path) if path.exists() else {}
+        if older.exists() and "added_tokens_decoder" not in content:
+            content |= read_json(older)
+        return content
 
     def chat_template(self) -> str | None:
         """Return the form of a conversation, in Jinja, that the folder gives; None if it gives none."""
@@ -172,8 +176,8 @@ class Folder:
 
     def named_tokens(self) -> dict[str, str]:
         """Return the tokens that a template may use, by name, such as bos_token."""
-        path, tokens = self.path / "tokenizer_config.json", {}
-        for name, token in read_json(path).items() if path.exists() else ():
+        tokens = {}
+        for name, token in self.tokenizer_config().items():
             text = token.get("content") if isinstance(token, dict) else token
             if name.endswith("_token") and isinstance(text, str):
                 tokens[name] = text

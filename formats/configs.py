@@ -11,9 +11,10 @@ from support.files import check_fields, short_repr
 
 # A key with such a word may change what a model computes: it is in one of the tables here, or refused.
 TELLING = re.compile("rope|attn|attention|causal|window|scal|norm|bias|act|softcap|quant")
-HARMLESS = (  # keys with such a word that change nothing, for a model that isn't trained
+HARMLESS = (  # keys with such a word that change nothing, for a model that isn't being trained
     "_attn_implementation",
     "_attn_implementation_autoset",
+    "_flash_attn_2_enabled",
     "activation_dropout",
     "attention_dropout",
     "attn_implementation",
@@ -61,7 +62,7 @@ SCRIPT_OF_KIND = {
     "Llama": "llama_kv_cache.py, lecture 4, can read it, and compress.py write also in a window",
     "BCT": "gpt_bounded_cache.py --memory bct can read it",
 }
-LARGEST = 2**31 - 1  # whole number: more than any size, and torch computes with it
+LARGEST = 2**31 - 1  # the largest whole number that a file may give: torch's int32
 # Fields that every file has to give.
 REQUIRED = ("vocab_size", "n_ctx", "n_layer", "n_head", "n_embd")
 LLAMA_FIELDS = {  # Hugging Face's name: LlamaConfig's

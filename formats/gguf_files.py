@@ -151,7 +151,7 @@ def reader_of(path: Path, *_: int) -> Any:
         raise ValueError(f"to read {path}, the package gguf is needed: pip install gguf") from error
 
     class Reader(gguf.GGUFReader):
-        """Past the file's end gguf's own reads nothing, as often as a file says."""
+        """gguf's reader returns nothing past the file's end, for as long as a damaged count says; this one raises."""
 
         def _get(self, offset: int, dtype: Any, count: int = 1, **options: Any) -> np.ndarray:
             numbers = super()._get(offset, dtype, count, **options)
@@ -179,8 +179,7 @@ def reader_of(path: Path, *_: int) -> Any:
 
 
 def value(reader: Any, key: str, kind: type = object, default: Any = None) -> Any:
-    """Return the value of a key in a GGUF file; of a list, kind is the type of its elements. Raises ValueError if it
-    is of another type."""
+    """Return the value of a key in a GGUF file. Raises ValueError if it is of another type."""
     if key not in reader.fields:
         return default
     where = reader.data.filename
@@ -188,11 +187,22 @@ def value(reader: Any, key: str, kind: type = object, default: Any = None) -> An
         content = reader.fields[key].contents()
     except UnicodeDecodeError as error:
         raise ValueError(f"{where}: {key} isn't UTF-8") from error
-    elements = content if default == [] and isinstance(content, list) else [content]
-    if not all(kind in (object, type(element)) for element in elements):
+    if kind not in (object, type(content)):
         raise ValueError(
             f"{where}: {key} must be of type {kind.__name__}, got {short_repr(content)}"
         )
+    return content
+
+
+def values(reader: Any, key: str, kind: type) -> list[Any]:
+    """Return the list at a key in a GGUF file, [] if there is none. Raises ValueError if it is no list of elements of
+    one type."""
+    content = value(reader, key, list, [])
+    for element in content:
+        if type(element) is not kind:
+            raise ValueError(
+                f"{reader.data.filename}: {key} must be of type {kind.__name__}, got {short_repr(element)}"
+            )
     return content
 
 
@@ -212,7 +222,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     tensors = {tensor.name for tensor in reader.tensors}
     content |= {
         "model_type": architecture,
-        "vocab_size": len(value(reader, "tokenizer.ggml.tokens", str, [])),
+        "vocab_size": len(values(reader, "tokenizer.ggml.tokens", str)),
         "tie_word_embeddings": "output.weight" not in tensors,
         "use_sliding_window": bool(content.get("sliding_window")),
         "eos_token_id": end_ids(reader),
@@ -240,9 +250,14 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
 def llama3_scaling(reader: Any, content: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return the rope_parameters whose scaling the file holds as a divisor for each pair of numbers. Raises ValueError
     if they are none of LLAMA3_SCALINGS."""
-    divisors = dequantized(next(t for t in reader.tensors if t.name == "rope_freqs.weight"))
+    tensor = next(t for t in reader.tensors if t.name == "rope_freqs.weight")
+    divisors = dequantized(tensor).float()
     theta, head_dim = content["rope_theta"], content["head_dim"]
-    speed = theta ** (-torch.arange(0, head_dim, 2) / head_dim)  # (D / 2,)
+    if head_dim != 2 * divisors.numel():
+        raise ValueError(
+            f"{path}: rope_freqs.weight has {divisors.numel()} numbers, and a head {head_dim}: half as many are needed"
+        )
+    speed = theta ** (-torch.arange(0, head_dim, 2).float() / head_dim)  # (D / 2,)
     for factor, low, high, n_ctx in LLAMA3_SCALINGS:
         fast = ((n_ctx * speed / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
         expected = 1 / (fast + (1 - fast) / factor)
@@ -315,8 +330,8 @@ def read_gguf_tokenizer(path: Path) -> LibraryTokenizer:
     if pre not in PRE_TOKENIZERS:
         known = " or ".join(map(repr, PRE_TOKENIZERS))
         raise ValueError(f"{path}: tokenizer.ggml.pre is {pre!r}, and only {known} is supported")
-    texts = value(reader, "tokenizer.ggml.tokens", str, [])
-    types = value(reader, "tokenizer.ggml.token_type", int, [])
+    texts = values(reader, "tokenizer.ggml.tokens", str)
+    types = values(reader, "tokenizer.ggml.token_type", int)
     if len(texts) != len(types):
         raise ValueError(f"{path} has {len(texts)} tokens, but types of {len(types)}")
     # Tokens of other types, such as rows that pad, are never written.
@@ -327,7 +342,7 @@ def read_gguf_tokenizer(path: Path) -> LibraryTokenizer:
             vocabulary[text] = i
         if token_type in (CONTROL, USER_DEFINED):
             added[text] = token_type == CONTROL
-    merges = value(reader, "tokenizer.ggml.merges", str, [])
+    merges = values(reader, "tokenizer.ggml.merges", str)
     model = {"vocab": vocabulary, "merges": merges, "ignore_merges": pre == "llama-bpe"}
     first = value(reader, "tokenizer.ggml.bos_token_id", int)
     if not value(reader, "tokenizer.ggml.add_bos_token", bool, pre == "llama-bpe"):

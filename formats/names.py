@@ -97,7 +97,9 @@ def advice_on_name(name: str) -> str:
     known = [*POCKET, *PUBLIC, SMOLLM2]
     advice = [f"did you mean {near}?" for near in difflib.get_close_matches(name, known, 1)]
     if re.fullmatch(r"[\w-]+/[\w.-]+", name):  # as a hub's names are
-        advice.append("a GPT-2, Llama, Mistral, Qwen2 or Qwen3: download it, and give the folder;")
+        advice.append(
+            "if it is a GPT-2, Llama, Mistral, Qwen2 or Qwen3, download it and give the folder;"
+        )
     if not advice:
         advice.append(
             f"it is no folder, no .gguf file and no name such as pocket, {SMOLLM2} or gpt2;"

@@ -51,6 +51,7 @@ class Numbers:
     the KV cache article, and shows a token as its number."""
 
     eot_token = 50256
+    special_tokens_set: frozenset[str] = frozenset()
 
     def encode(self, text: str, **_: Any) -> list[int]:
         """Return the article's prompt in GPT-2's tokens. Raises ValueError for any other text."""
@@ -69,7 +70,7 @@ class Tokenizer:
     """What all tokenizers of models have in common, beside the methods of tiktoken.Encoding that are called here.
 
     added_ids: the tokens that are found in a text as a whole, by name; most are control tokens.
-    named_tokens: those that a chat template may use, by what it calls them, such as bos_token.
+    named_tokens: those that a chat template may use, by the names that templates use, such as bos_token.
     added_tokens: their properties by id, where the library `tokenizers` knows them.
     end_ids: the tokens that end a text, each of them alone.
     chat_template: the form of a conversation, in Jinja; None if it isn't known.
@@ -157,12 +158,12 @@ class LibraryTokenizer(Tokenizer):
         """Put a token before every whole text."""
         from tokenizers.processors import TemplateProcessing
 
-        name = self.library.id_to_token(token)
+        known = token in range(self.n_vocab)
+        name = self.library.id_to_token(token) if known else None
         if name is None:
             raise ValueError(f"texts begin with token {token}, of a vocabulary of {self.n_vocab}")
-        self.library.post_processor = TemplateProcessing(
-            single=f"{name} $A", special_tokens=[(name, token)]
-        )
+        first = {"id": "first", "ids": [token], "tokens": [name]}  # a name may look like a template
+        self.library.post_processor = TemplateProcessing(single="first $A", special_tokens=[first])
 
     def encode_ordinary(self, text: str) -> list[int]:
         return self.encode(text)
@@ -317,7 +318,8 @@ def end_tokens(
     if "eos_token_id" in generation_config:
         ends, source = generation_config["eos_token_id"], "generation_config.json"
     end_ids = tuple(ends) if isinstance(ends, list) else (ends,)
-    if not end_ids or any(token not in [*added_ids.values()] for token in end_ids):
+    known_ids = {*added_ids.values()}
+    if not end_ids or any(type(token) is not int or token not in known_ids for token in end_ids):
         raise ValueError(
             f"{path.with_name(source)}: eos_token_id is {short_repr(ends)}, which is no special token of {path}"
         )

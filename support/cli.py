@@ -70,10 +70,10 @@ class CommandLine(argparse.ArgumentParser):
     def add_options(self, *names: str, **changes: Any) -> None:
         """Add some of OPTIONS, with changes; beside --prompt, the option that reads it from a file."""
         for name in names:
-            either = self.add_mutually_exclusive_group()
-            either.add_argument(name, **OPTIONS[name] | changes)
+            place = self.add_mutually_exclusive_group() if name == "--prompt" else self
+            place.add_argument(name, **OPTIONS[name] | changes)
             if name == "--prompt":
-                either.add_argument("--prompt-file", **OPTIONS["--prompt-file"])
+                place.add_argument("--prompt-file", **OPTIONS["--prompt-file"])
 
     def add_model_options(self, models: str, *more: str, option: str = "--model") -> None:
         """Add the option that names the model (args.model), those of DEVICE, and more of OPTIONS.
@@ -238,6 +238,8 @@ def prompt_file(text: str) -> str:
         if not prompt.strip():
             raise ValueError(f"{text} holds no text")
         return utf8(prompt.removesuffix("\n"))
+    except UnicodeError as error:
+        raise argparse.ArgumentTypeError("the standard input is not a text in UTF-8") from error
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

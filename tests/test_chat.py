@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import load_gpt2_weights as loader
-from formats.chat import chat_form, encode_conversation, encode_question, question_form
+from formats.chat import ChatForm, chat_form, encode_conversation, encode_question, question_form
+from formats.tokenizers import Numbers
 from llama_kv_cache import main
 from support.printing import end_tokens_of
 from tests.helpers import ROOT, refused, run
@@ -94,7 +95,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any,
     return made
 
 
-@pytest.mark.parametrize("system", ["", "Be brief."])
+@pytest.mark.parametrize("system", ["", "Begin with: An answer."])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_three_turns_are_those_of_the_template(name: str, system: str, tokenizers: dict) -> None:
     from transformers import PreTrainedTokenizerFast
@@ -139,8 +140,21 @@ def test_a_folder_gives_a_template_and_the_tokens_in_it(place: str, tmp_path: Pa
     else:
         named = {"tool_use": "x", "default": template}
         content["chat_template"] = [{"name": n, "template": t} for n, t in named.items()]
+    if place == "several":
+        older = {"bos_token": content.pop("bos_token")}
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(older))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
     assert question_form(loader.load_tokenizer(str(tmp_path))) == "<|im_start|>{}<|im_end|>"
+
+
+def test_an_answer_ends_where_its_form_says_even_if_turns_differ(tokenizers: dict) -> None:
+    ours, _ = tokenizers["Qwen"]
+    ours.chat_template = LOOP + "[{{ loop.index }}]{{ m.content }}<|im_end|>{% endfor %}"
+    ours.end_ids = (ours.added_ids["<|endoftext|>"],)
+    assert chat_form(ours).later == ""
+    assert ours.decode(ours.end_ids) == "<|endoftext|><|im_end|>"
+    with pytest.raises(ValueError, match="needs a model whose tokens include"):
+        chat_form(Numbers())
 
 
 HOSTILE = {
@@ -153,10 +167,12 @@ HOSTILE = {
     "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}": "RecursionError",
     "{{ 'x' * 10**11 }}": "more than 100,000,000",
     "{{ 9**9**9 }}": "more than 100,000,000",
+    "{% for _ in range(9999) %}" * 2 + "{% endfor %}" * 2: "more than 1,000,000 steps",
     "{{ ''.__class__.__mro__ }}": "unsafe",
     "{{ messages.clear() }}": "unsafe",
     "{{ nothing.at.all }}": "undefined",
     "{{ strftime_now(1) }}": "TypeError",
+    r"{{ messages[0].content }}{{ '\ud800' }}": "surrogates not allowed",
     "{{ messages[0].content }}{{ 5 * 0.5 }}": "",
 }
 
@@ -168,7 +184,7 @@ def test_whatever_a_strangers_template_does_is_one_sentence(
     tokenizer, _ = tokenizers["Qwen"]
     tokenizer.chat_template, tokenizer.named_tokens = template, {}
     if not HOSTILE[template]:
-        assert chat_form(tokenizer) == ("{}2.5", "", None, None)  # a single question
+        assert chat_form(tokenizer) == ChatForm("{}2.5")  # a single question
         return
     with pytest.raises(ValueError, match=HOSTILE[template]) as raised:
         chat_form(tokenizer)

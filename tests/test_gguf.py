@@ -117,6 +117,29 @@ def test_ids_are_those_of_the_tokenizers_library(kind: str, tmp_path: Path) -> N
         assert ours.encode(text, allowed_special="all") == expected.encode(text).ids, text
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+def test_llama3_frequencies_are_read_in_any_type(
+    dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Writer(gguf.GGUFWriter):
+        def add_tensor(self, name: str, tensor: np.ndarray, **options: Any) -> None:
+            super().add_tensor(name, tensor.astype(dtype) if "freqs" in name else tensor, **options)
+
+    monkeypatch.setattr(gguf, "GGUFWriter", Writer)
+    path = tmp_path / "model.gguf"
+    model = random_llama(**SMALL | MODELS["Llama, llama3 frequencies"])
+    write_gguf(path, model)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert load_model(str(path)).config.rope_scaling[0] == 32
+    finally:
+        torch.set_default_dtype(torch.float32)
+    lengths = {"llama.attention.key_length": 2**31, "llama.attention.value_length": None}
+    write_gguf(path, model, **lengths)
+    with pytest.raises(ValueError, match=r"weight has 16 numbers, and a head 2147483648"):
+        load_model(str(path))
+
+
 def test_a_text_ends_with_any_end_and_padding_is_no_token(tmp_path: Path) -> None:
     library = real_form("Qwen", tmp_path)
     n = library.get_vocab_size()
@@ -186,6 +209,8 @@ def test_what_a_file_holds_and_we_do_not_know_is_one_sentence(
     [
         ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.model is 'llama', and only 'gpt2'"),
         ({"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre is 'tekken', and only 'gpt-2'"),
+        ({"tokenizer.ggml.token_type": 5}, "token_type must be of type list, got 5"),
+        ({"tokenizer.ggml.merges": "a b"}, "merges must be of type list, got 'a b'"),
         ({"tokenizer.ggml.eos_token_id": 5}, "eos_token_id is [5], which is no special token"),
     ],
 )

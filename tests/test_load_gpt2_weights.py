@@ -150,6 +150,7 @@ def test_public_names_and_layouts_equal_transformers(
         ({"head_dim": 8, "n_inner": 24}, {}, {"head_dim": 8, "n_inner": 24}),
         ({}, {"n_ctx": 32, "n_positions": None}, {"n_ctx": 32}),  # an older file
         ({}, {"attn_pdrop": 0.1, "dropout": 0.5}, {"dropout": 0.0}),
+        ({}, {"_flash_attn_2_enabled": True}, {}),
     ],
 )
 def test_unusual_configs(tmp_path: Path, sizes: dict, config: dict, expected: dict) -> None:
@@ -440,7 +441,7 @@ def test_too_little_memory_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_name_of_a_hub_says_what_to_do() -> None:
-    assert "download it, and give the folder" in advice_on_name("Qwen/Qwen2.5-0.5B")
+    assert "download it and give the folder" in advice_on_name("Qwen/Qwen2.5-0.5B")
     assert "did you mean gpt2?" in advice_on_name("gpt3")
 
 
@@ -681,6 +682,8 @@ def test_shards_are_files_beside_their_index(tmp_path: Path, shard: object) -> N
 
 
 def test_own_tokenizer(tmp_path: Path) -> None:
+    write(tmp_path, None, config_of(model_type=["x"]))
+    assert_no_tokenizer(tmp_path, r"model_type is \['x'\]")
     write(tmp_path, None, config_of(vocab_size=300))
     assert_no_tokenizer(tmp_path, r"no tokenizer\.tiktoken .* 50257 tokens, not 300")
     for merges in ((b"th",), (b"th", b" a", b" th", "é".encode(), b"  ")):  # no cached content

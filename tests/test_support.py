@@ -8,6 +8,7 @@ import re
 import signal
 import stat
 import sys
+from argparse import ArgumentTypeError
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from studies.replay import read_trace
-from support.cli import WRITING, ByModel, CommandLine
+from support.cli import WRITING, ByModel, CommandLine, prompt_file
 from support.files import read_csv, read_json, read_text, write_atomically, write_json, write_text
 from support.printing import print_comparison
 from support.texts import read_questions, read_texts
@@ -42,6 +43,9 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             assert (args.prompt, args.dtype) == (prompt, dtype)
             drawn.add(float(torch.rand(1)))
     assert len(drawn) == 1
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8"))
+    with pytest.raises(ArgumentTypeError, match="^the standard input is not a text in UTF-8$"):
+        prompt_file("-")
 
 
 @pytest.mark.parametrize(
