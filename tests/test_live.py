@@ -45,10 +45,9 @@ def tab(browser: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def live_page(tab: Any) -> Any:
-    """The page, once it is ready, with a prompt. It is loaded anew: nothing runs on from an earlier test."""
+    """The page, once it is ready. It is loaded anew: nothing runs on from an earlier test."""
     tab.goto(PAGE.as_uri())
     wait_for(tab, "prefix", "Read all")
-    tab.fill("#prompt", PROMPT)
     return tab
 
 
