@@ -10,11 +10,11 @@ of all kinds writes the same tokens with its cache and without.
 
 The interface of caches stays as it is: append() in each layer, commit() at the end of a pass. (A
 layer with a state has no keys to append: it reads the state, and leaves the next one for commit().)
-What changes is how far a text can go back. truncate() succeeds where every layer can forget its latest
-tokens: a window can't once it has evicted what it would need, and a state never can.
+What changes is how far a text can go back. truncate() succeeds where every layer can forget its
+latest tokens: a window can't once it has evicted what it would need, and a state never can.
 
-Shapes: B texts, T tokens fed, S tokens held, C embedding, H query heads, D head size, R numbers of a
-latent, E numbers of its rotated key, K tokens and N numbers of a convolution.
+Shapes: B texts, T tokens fed, S tokens held, C embedding, H query heads, D head size, R numbers of
+a latent, E numbers of its rotated key, K tokens and N numbers of a convolution.
 
 Sources: Beltagy et al. 2020 (windows); Xiao et al. 2023 and OpenAI 2025, gpt-oss (learned sinks);
 DeepSeek-AI 2024, "DeepSeek-V2" (the latent); Yang et al. 2024, "Gated Delta Networks" (the state).
@@ -44,7 +44,7 @@ from llama_kv_cache import (
     rotation,
 )
 
-# --- A cache for each layer ---------------------------------------------------------------------------
+# --- A cache for each layer -----------------------------------------------------------------------
 
 
 class LayeredCache(KVCache):
@@ -101,7 +101,7 @@ class LayeredCache(KVCache):
         return {"slots": [], "size": 0, "layers": [cache.snapshot() for cache in self.layers]}
 
 
-# --- A window, with a rotation of its own and a learned sink ------------------------------------------
+# --- A window, with a rotation of its own and a learned sink --------------------------------------
 
 
 class WindowAttention(Attention):
@@ -161,7 +161,7 @@ class WindowBlock(Block):
         return x + self.drop(self.mlp(self.ln_2(x)))  # (B, T, C)
 
 
-# --- A latent: keys and values are made from one short vector a token ---------------------------------
+# --- A latent: keys and values are made from one short vector a token -----------------------------
 
 
 class LatentAttention(nn.Module):
@@ -197,7 +197,8 @@ class LatentAttention(nn.Module):
         self.c_proj = Conv1D(H * D, config.n_embd)
 
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the queries (B, H, T, D + E) of x (B, T, C), and what is cached (B, 1, T, R + E)."""
+        """Return the queries (B, H, T, D + E) of x (B, T, C), and what is cached
+        (B, 1, T, R + E)."""
         R, E = self.sizes
         q = self.q_up(self.ln_q(self.q_down(x))).unflatten(2, (self.n_head, -1)).transpose(1, 2)
         q, q_rope = q[..., :-E], q[..., -E:]
@@ -266,14 +267,14 @@ class LatentBlock(Block):
         return x + self.drop(self.mlp(self.ln_2(x)))  # (B, T, C)
 
 
-# --- A state: a matrix that each token corrects -------------------------------------------------------
+# --- A state: a matrix that each token corrects ---------------------------------------------------
 
 PIECE = 64  # tokens at once: the memory is linear in the text, and so are errors of rounding
 
 
 class StateCache(KVCache):
-    """What a layer with a state keeps: the states (B, H, D, D) and the last K - 1 inputs (B, N, K - 1)
-    of its convolution. Its size is the same from the first token on.
+    """What a layer with a state keeps: the states (B, H, D, D) and the last K - 1 inputs
+    (B, N, K - 1) of its convolution. Its size is the same from the first token on.
 
     The layer reads layers[0], None at first, and leaves what follows in `pending`; commit() makes
     it what is read next. A state is all tokens in one: none can be taken out again.
@@ -336,9 +337,9 @@ def delta_rule(
 
     A state is a matrix M that answers a key k with the value k M. A token first multiplies M by its
     decay, whose log (B, H, T, 1) is at most 0: a decay of 1 keeps all. Then it corrects the answer
-    to its own key: it adds k^T (v - k M), times write, from 0 to 1. With write 1 and a key of length
-    1, the answer to k is then exactly v, whatever stood there before. A plain sum of k^T v, the rule
-    "sum" of BCT, never takes the old answer away.
+    to its own key: it adds k^T (v - k M), times write, from 0 to 1. With write 1 and a key of
+    length 1, the answer to k is then exactly v, whatever stood there before. A plain sum of k^T v,
+    the rule "sum" of BCT, never takes the old answer away.
     """
     read = []
     for t in range(q.size(2)):
@@ -399,8 +400,8 @@ class StateAttention(nn.Module):
     def forward(
         self, x: Tensor, held: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return what x (B, T, C) reads (B, T, C), and the new states and inputs of the convolution;
-        held: those before, None at the beginning of a text."""
+        """Return what x (B, T, C) reads (B, T, C), and the new states and inputs of the
+        convolution; held: those before, None at the beginning of a text."""
         inputs = self.c_attn(x).mT  # (B, N, T), N = 3 * H * D
         if held is None:
             D = inputs.size(1) // (3 * self.n_head)
@@ -463,7 +464,7 @@ class FullBlock(Block):
         return KVCache()
 
 
-# --- A model of all four ------------------------------------------------------------------------------
+# --- A model of all four --------------------------------------------------------------------------
 
 KINDS = {"full": FullBlock, "window": WindowBlock, "latent": LatentBlock, "state": StateBlock}
 

@@ -37,6 +37,7 @@ from examine import (
 )
 from gpt_bounded_cache import BCT, BCTConfig, PreallocatedCache, SlidingWindowCache
 from gpt_kv_cache import GPT, GPTConfig, KVCache
+from hybrid_kv_cache import KINDS, Hybrid, HybridConfig
 from llama_kv_cache import Llama, LlamaConfig
 from support.files import write_text
 
@@ -90,6 +91,11 @@ def small_gpt() -> nn.Module:
 
 def small_llama() -> nn.Module:
     return randomized(Llama(LlamaConfig(**TINY, n_inner=48, n_kv_head=2, rope_theta=100.0)))
+
+
+def small_hybrid() -> nn.Module:
+    sizes = TINY | {"n_layer": 4, "n_inner": 48, "n_kv_head": 2, "kv_rank": 16, "rope_dim": 8}
+    return randomized(Hybrid(HybridConfig(**sizes, kinds=tuple(KINDS), window=WINDOW)))
 
 
 def static(model: Any) -> Any:
@@ -163,6 +169,7 @@ SUBJECTS: dict[str, tuple[str, Callable[[], Subject]]] = {
         "`QuantizedCache(32)`",
         lambda: Subject(small_gpt(), lambda: QuantizedCache(32, 8, 8)),
     ),
+    "hybrid": ("`hybrid_kv_cache.py`, a layer of each kind", lambda: Subject(small_hybrid())),
     "norms": (
         "`SmallNormCache(64)`, which keeps all",
         lambda: Subject(small_gpt(), lambda: SmallNormCache(64, 4), capacity=64),

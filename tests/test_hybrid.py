@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from examine import Subject, examine
 from gpt_baseline import generate as generate_uncached
 from hybrid_kv_cache import (
     KINDS,
@@ -107,13 +106,6 @@ def test_what_cannot_be_is_refused() -> None:
     for given in (model.to(torch.bfloat16), hybrid("state", "full", n_head=2, head_dim=32)):
         with pytest.raises(ValueError, match="a cache for .* got "):
             given(IDS, cache)
-
-
-@pytest.mark.slow
-def test_the_examiner_finds_nothing_wrong_with_all_kinds_in_one_model() -> None:
-    model = hybrid(*MIXES[-1])
-    verdicts = {found.verdict for found in examine(Subject(model, model.new_cache))}
-    assert verdicts == {"right", "REFUSES", "not offered", "measured"}
 
 
 # --- The latent ---------------------------------------------------------------------------------------
