@@ -129,8 +129,12 @@ class Adapter(nn.Module):
             n_head=c.num_attention_heads,
             n_embd=c.hidden_size,
         )
-        self.has_windows = any(hasattr(layer, "sliding_window") for layer in cache_layers(c))
-        self.new_cache = partial(layered_cache, model) if self.has_windows else KVCache
+        self.new_cache = KVCache
+        windows = [getattr(layer, "sliding_window", 0) for layer in cache_layers(c)]
+        if any(windows):
+            self.new_cache = partial(layered_cache, model)
+            self.config.kinds = tuple("window" if window else "full" for window in windows)
+            (self.config.window,) = {*windows} - {0}  # of one size
         self.training = model.training
         usual = c._attn_implementation
         training = {module: module.training for module in model.modules()}
@@ -175,11 +179,11 @@ class Adapter(nn.Module):
 
     def forward(self, ids: Tensor, cache: KVCache | None = None, last_only: bool = False) -> Tensor:
         """Return the logits (B, T, V) of ids (B, T), which follow the cached text; with last_only, the last token's. Raises
-        ValueError if layers have windows, and the cache isn't made of one for each layer."""
-        n_layer = self.config.n_layer
-        if cache is not None and self.has_windows and len(layer_caches(cache)) != n_layer:
+        ValueError if layers have windows, and the cache doesn't have as many layers."""
+        windowed, n_layer = hasattr(self.config, "kinds"), self.config.n_layer
+        if cache is not None and windowed and len(cache.layers) != n_layer:
             raise ValueError(
-                f"{type(cache).__name__} isn't a cache for each of {n_layer} layers, some of which have a window: "
+                f"a cache of {len(cache.layers)} layers can't serve {n_layer} of which some have a window: "
                 "begin with the model's new_cache()"
             )
         T = ids.size(1)
