@@ -121,6 +121,18 @@ def ours_in(new_cache: Callable[[], Any]) -> Callable[[Any], Any]:
     return make
 
 
+def layered_in(model: Any) -> Any:
+    from borrow.transformers_cache import TransformersCache, layered_cache
+
+    return TransformersCache(layered_cache(model), model)
+
+
+def adapted(family: str) -> Subject:
+    from borrow.adapter import Adapter
+
+    return Subject(Adapter(family_model(family)))
+
+
 def from_scratch(kind: str) -> Subject:
     """Return a model of llms-from-scratch with its cache. kind: gpt2 or qwen3."""
     module = importlib.import_module(f"llms_from_scratch.kv_cache.{kind}")
@@ -201,6 +213,14 @@ SUBJECTS: dict[str, tuple[str, Callable[[], Subject]]] = {
     "transformers-ours-window": (
         f"transformers with our `SlidingWindowCache({WINDOW})`",
         theirs("llama", ours_in(lambda: SlidingWindowCache(WINDOW)), window=WINDOW, promises=True),
+    ),
+    "transformers-ours-mistral": (
+        f"transformers with our `layered_cache()`, Mistral, a window of {WINDOW}",
+        theirs("mistral", layered_in, promises=True),
+    ),
+    "adapter-gemma3": (
+        f"`borrow/adapter.py`, Gemma 3, windows of {WINDOW}",
+        lambda: adapted("gemma3"),
     ),
     "transformers-static-lfm2": (
         "transformers, `StaticCache`, LFM2",

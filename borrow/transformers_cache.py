@@ -1,7 +1,8 @@
 """Any cache here as `past_key_values` of a model of transformers, in its own generate().
 
 A layer of ours stores keys and values by append(), and marks the keys that it returns with the mask that belongs to
-them; an attention function in front of the model's own finds it there. Layers with a window keep transformers' caches.
+them; an attention function in front of the model's own finds it there. In a layer with a window, tokens outside of it
+are masked if the cache holds them; the caches of layered_cache() hold no more than the window needs.
 
 Shapes: B batch, T tokens fed, S tokens attended to, H heads, D head size.
 
@@ -29,7 +30,9 @@ from transformers.cache_utils import (
 )
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import KVCache
+from hybrid_kv_cache import LayeredCache
 
 PREFIX = "cached_"  # before the name of the attention that a model has
 AROUND = "its attention goes around transformers' interface, where ours takes its place"
@@ -37,10 +40,9 @@ PROTOCOL = ("positions", "append", "commit", "truncate", "layers")
 
 
 class Appended(NamedTuple):
-    """What belongs to the keys that a layer of ours returns: its cache, its number, and the mask (T, S) or None."""
+    """What belongs to the keys that a layer of ours returns: the layer, and the mask (T, S) or None."""
 
-    cache: "TransformersCache"
-    layer: int
+    layer: "Layer"
     mask: Tensor | None
 
 
@@ -60,15 +62,19 @@ def attend(
     if appended is None:
         return usual(module, q, k, v, attention_mask, scaling=scaling, **options)
     refuse_options(options)
-    mask = appended.mask
+    layer, mask = appended
+    cache, T = layer.owner, q.size(2)
+    n_read = len(cache.ours) + T
+    if attention_mask is None and n_read > layer.window:
+        attention_mask = causal_mask(T, n_read, layer.window, q.device)[None, None]
     if attention_mask is not None:
-        n_read = len(appended.cache.ours) + q.size(2)
-        mask = joint_mask(attention_mask, mask, k.size(2), (*q.shape[:3], n_read))
-    causal = mask is None and q.size(2) > 1
+        shape = (*q.shape[:3], n_read)
+        mask = joint_mask(attention_mask, mask, k.size(2), shape, layer.window)
+    causal = mask is None and T > 1
     y = F.scaled_dot_product_attention(
         q, k, v, mask, is_causal=causal, scale=scaling, enable_gqa=True
     )
-    appended.cache.n_attended = max(appended.cache.n_attended, appended.layer + 1)  # may be shared
+    cache.n_attended = max(cache.n_attended, layer.index + 1)  # keys may be shared by layers
     return y.transpose(1, 2).contiguous(), None
 
 
@@ -90,6 +96,29 @@ def cache_layers(config: Any) -> list[CacheLayerMixin]:
     return layers
 
 
+def layered_cache(
+    model: PreTrainedModel, new_cache: Callable[[], KVCache] = KVCache
+) -> LayeredCache:
+    """Return an empty cache for a model of transformers: its window in each layer that has one, and new_cache() in each
+    other one. Raises ValueError if a layer attends to chunks of the text, or as cache_layers() does."""
+    config, caches = model.config.get_text_config(decoder=True), []
+    for layer in cache_layers(config):
+        if type(layer) is DynamicLayer:
+            caches.append(new_cache())
+        elif type(layer) is DynamicSlidingWindowLayer:
+            if layer.sliding_window == getattr(config, "attention_chunk_size", None):
+                raise ValueError(
+                    f"its layers attend to chunks of {layer.sliding_window} tokens, which no window serves"
+                )
+            caches.append(SlidingWindowCache(layer.sliding_window))
+    return LayeredCache(caches)
+
+
+def layer_caches(cache: KVCache) -> list[KVCache]:
+    """Return the caches of single layers that a cache consists of, none if it serves all layers itself."""
+    return [layer for layer in cache.layers if hasattr(layer, "layers")]
+
+
 def refuse_options(options: dict[str, Any]) -> None:
     """Raise ValueError if attention has an option that ours doesn't have."""
     for name in ("softcap", "s_aux"):
@@ -105,13 +134,21 @@ def refuse_sizes(k: Tensor, v: Tensor) -> None:
         )
 
 
+def causal_mask(T: int, n_read: int, window: int, device: torch.device) -> Tensor:
+    """Return which of all tokens read the last T see (T, n_read): the last `window` up to themselves."""
+    seen = torch.ones(T, n_read, dtype=torch.bool, device=device).tril(n_read - T)
+    return seen.triu(n_read - T - window + 1)
+
+
 def joint_mask(
-    given: Tensor, ours: Tensor | None, S: int, shape: tuple[int, int, int, int]
+    given: Tensor, ours: Tensor | None, S: int, shape: tuple[int, int, int, int], window: int
 ) -> Tensor | None:
-    """Return a model's own mask as it is given, less what our cache hides; if it is plain causal, our cache's alone.
+    """Return a model's own mask as it is given, less what our cache hides; if it is plain, and our cache shows no more
+    tokens than the layer's window, our cache's alone. Plain is causal within the window.
 
     given: bool, or numbers to add to scores. shape: B, H, T, and all tokens read, of which our cache holds S. Raises
-    ValueError if the mask has another shape or dtype, or isn't plain causal while the cache has forgotten tokens.
+    ValueError if the mask has another shape or dtype, or if the cache has forgotten tokens, and the mask isn't plain or
+    the cache shows more than the window.
     """
     fits = given.dim() == 4 and all(n in (1, m) for n, m in zip(given.shape, shape, strict=True))
     if not fits or not (given.is_floating_point() or given.dtype == torch.bool):
@@ -119,12 +156,18 @@ def joint_mask(
             f"a mask of {given.dtype} {tuple(given.shape)} isn't bool or floating of shape {shape}"
         )
     T, n_read = shape[2:]
-    causal = torch.ones(T, n_read, dtype=torch.bool, device=given.device).tril(n_read - T)
+    causal = causal_mask(T, n_read, window, given.device)
     visible, hidden = given, ~causal
     if given.dtype != torch.bool:
         visible, hidden = given == 0, given <= torch.finfo(given.dtype).min
-    if (visible == causal).all() and (hidden == ~causal).all():
+    plain = (visible == causal).all() and (hidden == ~causal).all()
+    shown = S if ours is None else int(ours.sum(dim=-1).max())
+    if plain and shown <= window:
         return ours
+    if n_read > S and plain:
+        raise ValueError(
+            f"the cache shows {shown} tokens in a layer with a window of {window}: give layered_cache(model, new_cache)"
+        )
     if n_read > S:
         raise ValueError(
             f"the cache holds {S} of {n_read} tokens: rows that are padded on the left forget different tokens, and "
@@ -220,13 +263,13 @@ def argument_of(model: PreTrainedModel) -> str:
 
 
 class Layer(CacheLayerMixin):
-    """A layer that attends to everything, in a cache of ours."""
+    """A layer in a cache of ours. To transformers it holds all tokens, so that masks are made for all."""
 
     is_sliding, is_croppable = False, True
 
-    def __init__(self, owner: "TransformersCache", index: int) -> None:
+    def __init__(self, owner: "TransformersCache", index: int, window: int) -> None:
         super().__init__()
-        self.owner, self.index, self.is_initialized = owner, index, True
+        self.owner, self.index, self.window, self.is_initialized = owner, index, window, True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         pass
@@ -234,7 +277,7 @@ class Layer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        return self.owner.append(self.index, key_states, value_states)
+        return self.owner.append(self, key_states, value_states)
 
     def get_seq_length(self) -> int:
         return len(self.owner.ours)
@@ -247,12 +290,12 @@ class Layer(CacheLayerMixin):
 
 
 class TransformersCache(Cache):
-    """A cache of ours, such as KVCache() or QuantizedCache(4), for one text or batch of a model of transformers.
+    """A cache of ours, such as KVCache(), QuantizedCache(4) or layered_cache(model), for one text or batch of a model of
+    transformers.
 
-    The tokens of a pass count once the model has returned: one that fails changes nothing, in layers of ours. If other
-    layers are transformers', the next pass is refused. A model's attention is replaced at its first cache, after a
-    pass of 6 tokens has shown that logits stay what they were; with other caches it goes on as before. Raises
-    ValueError if the model or the cache can't be served.
+    The tokens of a pass count once the model has returned: one that fails changes nothing. A model's attention is
+    replaced at its first cache, after a pass of 6 tokens has shown that logits stay what they were; with other caches
+    it goes on as before. Raises ValueError if the model or the cache can't be served.
     """
 
     def __init__(self, cache: Any, model: PreTrainedModel) -> None:
@@ -263,12 +306,13 @@ class TransformersCache(Cache):
         config = model.config.get_text_config(decoder=True)
         layers, self.n_layers = cache_layers(config), 0
         for i, layer in enumerate(layers):
-            if type(layer) is DynamicLayer:
-                layers[i] = Layer(self, self.n_layers)
+            if type(layer) is not DummyLayer:
+                window = getattr(layer, "sliding_window", sys.maxsize)  # none: all tokens
+                layers[i] = Layer(self, self.n_layers, window)
                 self.n_layers += 1
-        if self.n_layers == 0:
+        if len(layer_caches(cache)) not in (0, self.n_layers):
             raise ValueError(
-                f"all {len(layers)} layers have a window below the context: no layer is left for a cache of ours"
+                f"a cache of {len(cache.layers)} layers can't serve {self.n_layers}: give layered_cache(model)"
             )
         super().__init__(layers)
         self.model, self.ours, self.pos = model, cache, torch.empty(0)
@@ -288,30 +332,22 @@ class TransformersCache(Cache):
     def begin_pass(self, model: nn.Module) -> None:
         if model is not self.model:
             raise ValueError("this cache was made for another model: make one for each")
-        self.refuse_after_failure()
         self.n_attended = 0
 
-    def refuse_after_failure(self) -> None:
-        """Raise ValueError if a pass or a change has failed that layers of transformers' took part in."""
-        if self.n_attended is not None and self.n_layers < len(self.layers):
-            raise ValueError(
-                "what failed before has left a part in the layers with a window: reset() it, or make a new cache"
-            )
-
-    def append(self, index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values (B, H, S, D) of our layer `index`, new ones (B, H, T, D) included. Raises
-        ValueError if the pass would not be committed, or the keys before went to another attention than ours."""
+    def append(self, layer: Layer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values (B, H, S, D) of our layer, new ones (B, H, T, D) included. Raises ValueError if the
+        pass would not be committed, or the keys before went to another attention than ours."""
         if self.n_attended is None:
             raise ValueError(
                 "what it reads would not be committed: call the model itself that the cache was made for"
             )
-        self.check_attention(index)
+        self.check_attention(layer.index)
         refuse_sizes(k, v)
-        if index == 0:
+        if layer.index == 0:
             self.pos = self.ours.positions(k.size(2)).to(k.device)
-        k, v, mask = self.ours.append(index, k, v, self.pos)
+        k, v, mask = self.ours.append(layer.index, k, v, self.pos)
         k = k.view_as(k)  # an object of its own
-        k.appended = Appended(self, index, mask)
+        k.appended = Appended(layer, mask)
         return k, v
 
     def check_attention(self, n_expected: int) -> None:
@@ -328,44 +364,29 @@ class TransformersCache(Cache):
             self.ours.commit(self.pos)
             self.n_attended = None
 
-    def change(self, name: str, *args: Any) -> None:
-        """Call a method of the layers that are transformers'. Until ours have followed, the next pass is refused."""
-        self.n_attended = 0
-        for layer in self.layers:
-            if not isinstance(layer, Layer):
-                getattr(layer, name)(*args)
-
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -tokens_to_remove tokens. Raises ValueError if the cache has fewer, or has evicted some."""
-        self.refuse_after_failure()
-        self.change("crop", tokens_to_remove)
         self.ours.truncate(len(self.ours) + tokens_to_remove)
-        self.n_attended = None
 
     def reset(self) -> None:
-        self.change("reset")
         self.ours.truncate(0)
-        self.n_attended = None
 
-    def change_rows(self, name: str, given: Any, change: Callable[[Tensor], Tensor]) -> None:
-        """Change the rows of all layers. Raises ValueError if those of ours aren't tensors (2, B, H, S, D)."""
-        self.refuse_after_failure()
-        layers = self.ours.layers
-        if not all(isinstance(kv, Tensor) and kv.dim() == 5 for kv in layers):
-            kind = type(self.ours).__name__
-            raise ValueError(
-                f"beam search reorders rows, which {kind} can't: its layers are packed"
-            )
-        self.change(name, given)
-        self.ours.layers = [change(kv) for kv in layers]
-        self.n_attended = None
+    def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Change the rows of all layers. Raises ValueError if they aren't tensors (2, B, H, S, D)."""
+        caches = layer_caches(self.ours) or [self.ours]
+        for cache in caches:
+            if not all(isinstance(kv, Tensor) and kv.dim() == 5 for kv in cache.layers):
+                kind = type(cache).__name__
+                raise ValueError(
+                    f"beam search reorders rows, which {kind} can't: its layers are packed"
+                )
+        for cache in caches:
+            cache.layers = [change(kv) for kv in cache.layers]
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.change_rows("batch_select_indices", indices, lambda kv: kv[:, indices])
+        self.change_rows(lambda kv: kv[:, indices])
 
     reorder_cache = batch_select_indices
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.change_rows(
-            "batch_repeat_interleave", repeats, lambda kv: kv.repeat_interleave(repeats, dim=1)
-        )
+        self.change_rows(lambda kv: kv.repeat_interleave(repeats, dim=1))

@@ -62,6 +62,13 @@ SERVED: dict[str, dict[str, Any]] = {
     "Qwen3": {"head_dim": 12},
     "Mistral": {"sliding_window": None},
 }
+LAYERS = ["sliding_attention", "full_attention"]
+WINDOWS: dict[str, dict[str, Any]] = {
+    "Mistral": {},
+    "Qwen2": {"use_sliding_window": True, "max_window_layers": 1},
+    "Phi3": {},
+    "Gemma3": {"layer_types": LAYERS, "head_dim": 8},
+}
 
 
 def model_named(name: str) -> nn.Module:
@@ -74,33 +81,56 @@ def model_named(name: str) -> nn.Module:
     return Adapter(tiny(name, **SERVED[name]))
 
 
-each_model = pytest.mark.parametrize("name", ["MyGPT", *SERVED])
-
-
 def test_the_page_quotes_every_file() -> None:
     quoted = re.sub(r"(listing|output)\(.*?<!-- end -->", "", TEXT, flags=re.S)
     assert "```python" in quoted
-    assert {*FILES} == {"recycle", "paged", "speculate", "compress", "generate"}
+    assert {*FILES} == {"recycle", "paged", "speculate", "compress", "generate", "adapter"}
 
 
-@each_model
-@torch.no_grad()
-def test_logits_are_those_without_a_cache(name: str) -> None:
-    model, ids = model_named(name), torch.randint(50, (2, 60))
-    original = getattr(model, "model", model)
-    expected = original(ids) if name == "MyGPT" else original(ids, use_cache=False).logits
-    assert_close(model(ids, KVCache()), expected, torch.float32)
-    draw, cache = random.Random(0), KVCache()
-    for _ in range(20):  # pieces of any length, on caches that were cut back or copied
+def read_in_any_pieces(model: nn.Module, ids: torch.Tensor, window: float = float("inf")) -> None:
+    """Compare pieces of any length, on caches that were cut back or copied, with logits without a cache. A cut is
+    refused if a window has evicted tokens."""
+    expected, cache, draw = model(ids), model.new_cache(), random.Random(0)
+    for _ in range(30):
         n = len(cache)
         if n == ids.size(1) or draw.random() < 0.2:
-            cache.truncate(draw.randint(0, n))
+            kept = draw.choice([0, draw.randint(0, n)])
+            if n > window and 0 < kept < n:
+                with pytest.raises(ValueError, match=f"layer .: can't keep {kept} tokens of {n}"):
+                    cache.truncate(kept)
+            else:
+                cache.truncate(kept)
             cache = cache.clone()
             continue
         T = draw.choice([1, 2, draw.randint(1, ids.size(1) - n)])
         got = model(ids[:, n : n + T], cache)
         assert_close(got, expected[:, n : n + T], torch.float32)
+
+
+@pytest.mark.parametrize("name", ["MyGPT", *SERVED])
+@torch.no_grad()
+def test_logits_are_those_without_a_cache(name: str) -> None:
+    model, ids = model_named(name), torch.randint(50, (2, 60))
+    if name != "MyGPT":
+        expected = model.model(ids, use_cache=False).logits
+        assert_close(model(ids, KVCache()), expected, torch.float32)
+    read_in_any_pieces(model, ids)
     check_logits(model)
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+@torch.no_grad()
+def test_layers_with_windows_have_caches_of_their_own(name: str) -> None:
+    pytest.importorskip("transformers")
+    from borrow.adapter import Adapter
+
+    model, ids = tiny(name, sliding_window=8, **WINDOWS[name]), torch.randint(50, (2, 40))
+    expected = model(ids, use_cache=False).logits
+    adapter = Adapter(model)
+    assert_close(adapter(ids), expected, torch.float32)
+    read_in_any_pieces(adapter, ids, window=8)
+    with pytest.raises(ValueError, match="a cache of 0 layers can't serve 2 of which some"):
+        adapter(ids, KVCache())
 
 
 # --- What is refused ----------------------------------------------------------------------------------
@@ -117,21 +147,8 @@ LATENT = {
     "num_key_value_heads": 4,
 }
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "Mistral's window": (
-        "Mistral",
-        {"sliding_window": 16},
-        "2 of 2 layers have a window below the context, 128",
-    ),
-    "Qwen3's window": (
-        "Qwen3",
-        {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1},
-        "1 of 2 layers have a window",
-    ),
-    "a softcap": (
-        "Gemma2",
-        {"sliding_window": 128, "head_dim": 8},
-        "its attention has softcap",
-    ),
+    "a softcap": ("Gemma2", {"sliding_window": 16, "head_dim": 8}, "its attention has softcap"),
+    "sinks": ("GptOss", {"sliding_window": 16, "layer_types": LAYERS}, "its attention has s_aux"),
     "chunks": (
         "Llama4",
         {
@@ -140,7 +157,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
             "head_dim": 8,
             "intermediate_size_mlp": 48,
         },
-        "layers have a window below the context, 128",
+        "its layers attend to chunks of 16 tokens, which no window serves",
     ),
     "ALiBi": ("Bloom", {}, "ALiBi"),
     "Falcon's ALiBi": ("Falcon", {"alibi": True}, "ALiBi"),
@@ -226,6 +243,28 @@ def test_a_fault_that_no_field_names_is_found_by_the_first_check() -> None:
     ):
         Adapter(model)
     assert model.config._attn_implementation == "windowed"
+
+
+def give_no_masks(model: Any) -> None:
+    """As with flash attention, which is told the window instead; this one ignores it."""
+    import transformers
+
+    sdpa = transformers.AttentionInterface()["sdpa"]
+    transformers.AttentionInterface.register("maskless", sdpa)
+    transformers.AttentionMaskInterface.register("maskless", lambda *_, **__: None)
+    model.set_attn_implementation("maskless")
+
+
+def test_the_first_check_sees_a_long_window_that_is_ignored() -> None:
+    pytest.importorskip("transformers")
+    from borrow.adapter import Adapter
+
+    model = tiny("Mistral", sliding_window=600, max_position_embeddings=1024)
+    assert Adapter(model).new_cache().layers[0].window == 600
+    give_no_masks(model)
+    with pytest.raises(ValueError, match="with a cache, logits differ"):
+        Adapter(model)
+    assert model.config.sliding_window == 600
 
 
 @pytest.mark.parametrize("usual", ["sdpa", "eager"])
@@ -378,8 +417,10 @@ OTHER_MODELS = {
 
 def copied(method: str, folder: Path) -> None:
     for name in FILES[method]:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, folder / name)
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, dirs_exist_ok=True)
+        else:
+            shutil.copy(ROOT / name, folder / name)
 
 
 @pytest.mark.slow
@@ -392,6 +433,7 @@ def test_a_file_writes_what_the_model_writes_alone(tmp_path: Path, method: str, 
     copied(method, tmp_path)
     if model != "MyGPT":
         pytest.importorskip("transformers")
+        copied("adapter", tmp_path)
         line = f"model = Adapter({OTHER_MODELS[model]}.eval())\n"
         own = (tmp_path / "borrow" / "my_gpt.py").read_text("utf-8").rpartition("model = ")[0]
         head = "import transformers\nfrom borrow.adapter import Adapter\n"

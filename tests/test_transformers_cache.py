@@ -14,15 +14,24 @@ from torch import Tensor
 from compress import CACHES, QuantizedCache, SmallNormCache
 from gpt_bounded_cache import PreallocatedCache, SlidingWindowCache
 from gpt_kv_cache import KVCache, generate
+from hybrid_kv_cache import LayeredCache
 from tests.helpers import process
-from tests.test_borrow import LATENT, SIZES, copied, small_config, tiny
+from tests.test_borrow import (
+    LATENT,
+    LAYERS,
+    SIZES,
+    WINDOWS,
+    copied,
+    give_no_masks,
+    small_config,
+    tiny,
+)
 from tests.test_equivalence import assert_close
 
 transformers = pytest.importorskip("transformers")
 from borrow.adapter import Adapter  # noqa: E402
-from borrow.transformers_cache import TransformersCache, argument_of  # noqa: E402
+from borrow.transformers_cache import TransformersCache, argument_of, layered_cache  # noqa: E402
 
-LAYERS = ["sliding_attention", "full_attention"]
 MODELS: dict[str, dict[str, Any]] = {
     "GPT2LMHeadModel": {},
     "Qwen3": {"head_dim": 12},
@@ -72,7 +81,7 @@ def test_exact_caches_write_what_transformers_own_writes(name: str) -> None:
     for new_cache in EXACT if name == "Llama" else EXACT[:1]:
         cache = new_cache()
         same_text(written(model, ids, cache), expected)
-        assert len(cache) == 35 and len(cache.layers) == (1 if name == "Gemma3" else 2)
+        assert len(cache) == 35 and len(cache.layers) == 2
     same_text(written(model, ids), expected)  # with its own cache, after ours
     assert len(model._forward_hooks) == len(model._forward_pre_hooks) == 1
 
@@ -106,6 +115,29 @@ def test_a_window_is_a_window() -> None:
     plain.load_state_dict(model.state_dict())
     ids = torch.randint(1, 50, (2, 40))
     same_text(written(plain, ids, SlidingWindowCache(16)), written(model, ids))
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_layers_with_windows_are_exact_whatever_their_cache_holds(name: str) -> None:
+    model, ids = tiny(name, sliding_window=8, **WINDOWS[name]), torch.randint(1, 50, (2, 40))
+    expected, layered, full = written(model, ids), layered_cache(model), KVCache()
+    for cache in (layered, full, PreallocatedCache(128)):
+        same_text(written(model, ids, cache), expected)
+    assert layered.nbytes < 0.6 * full.nbytes
+    with pytest.raises(ValueError, match=r"layer \d: can't keep 50 tokens of 55, 47 evicted"):
+        TransformersCache(layered, model).crop(-5)
+    with pytest.raises(ValueError, match="24 tokens in a layer with a window of 8: give layered"):
+        written(model, ids, SlidingWindowCache(20, 4))
+
+
+def test_a_window_is_masked_where_the_model_makes_no_masks() -> None:
+    model, ids = tiny("Mistral", sliding_window=8), torch.randint(1, 50, (2, 20))
+    expected = whole(model, ids)
+    give_no_masks(model)
+    for ours in (KVCache(), layered_cache(model)):
+        cache = TransformersCache(ours, model)
+        got = [read(model, part, cache) for part in ids.split([11, 8, 1], dim=1)]
+        assert_close(torch.cat(got, 1), expected, torch.float32)
 
 
 def masks() -> dict[str, Tensor]:
@@ -199,7 +231,7 @@ def test_assisted_generation_crops_what_can_be_cropped() -> None:
 def test_tokens_and_rows_are_cut_copied_and_reordered() -> None:
     for name in ("Llama", "Gemma3"):
         model, ids = tiny(name, **MODELS[name]), torch.randint(1, 50, (2, 14))
-        cache = TransformersCache(KVCache(), model)
+        cache = TransformersCache(layered_cache(model), model)
         read(model, ids[:, :8], cache)
         cache.crop(-3)
         with pytest.raises(ValueError, match="can't keep -1 tokens of 5"):
@@ -217,8 +249,8 @@ def test_tokens_and_rows_are_cut_copied_and_reordered() -> None:
 def test_beams_are_transformers_beams_or_refused(name: str) -> None:
     model, ids = tiny(name, **MODELS[name]), torch.randint(1, 50, (2, 9))
     expected = written(model, ids, num_beams=3)
-    for new_cache in EXACT[:2]:
-        got = written(model, ids, new_cache(), num_beams=3)
+    for cache in (KVCache(), PreallocatedCache(128), layered_cache(model)):
+        got = written(model, ids, cache, num_beams=3)
         assert torch.equal(got.sequences, expected.sequences)
     with pytest.raises(ValueError, match="beam search reorders rows, which QuantizedCache can't"):
         written(model, ids, QuantizedCache(4), num_beams=3)
@@ -270,20 +302,17 @@ def test_ctrl_c_at_any_line_leaves_a_model_and_a_cache_that_go_on() -> None:
     assert line > 100
 
 
-def test_a_mixed_cache_refuses_what_follows_a_failed_pass() -> None:
-    model, ids = tiny("Gemma3", **MODELS["Gemma3"]), torch.randint(1, 50, (1, 12))
-    cache = TransformersCache(KVCache(), model)
+def test_a_pass_that_fails_changes_nothing_in_layers_with_windows() -> None:
+    model, ids = tiny("Gemma3", **MODELS["Gemma3"]), torch.randint(1, 50, (1, 40))
+    cache = TransformersCache(layered_cache(model), model)
+    read(model, ids[:, :20], cache)
     hook = model.lm_head.register_forward_pre_hook(lambda *call: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        read(model, ids[:, :5], cache)
+    for failed in (ids[:, 20:21], ids[:, :18]):
+        with pytest.raises(ZeroDivisionError):
+            read(model, failed, cache)
     hook.remove()
-    for each in (cache, copy.deepcopy(cache)):
-        with pytest.raises(ValueError, match="what failed before has left a part in the layers"):
-            read(model, ids, each)
-    row = torch.tensor([0])
-    for change in (cache.crop, cache.batch_select_indices, cache.batch_repeat_interleave):
-        with pytest.raises(ValueError, match="what failed before has left a part"):
-            change(row if change == cache.batch_select_indices else -1)
+    for each in (copy.deepcopy(cache), cache):
+        assert_close(read(model, ids[:, 20:], each), whole(model, ids)[:, 20:], torch.float32)
     cache.reset()
     assert_close(read(model, ids, cache), whole(model, ids), torch.float32)
 
@@ -323,12 +352,7 @@ def test_an_attention_that_is_changed_afterwards_is_noticed(layer: int) -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], Any, str]] = [
-    (
-        "Mistral",
-        {"sliding_window": 16},
-        KVCache(),
-        "all 2 layers have a window below the context",
-    ),
+    ("Mistral", {}, LayeredCache([KVCache()]), "a cache of 1 layers can't serve 2"),
     ("Llama", {}, KVCache, "is no cache: give an instance"),
     ("DeepseekV3", LATENT, KVCache(), "keys have 8 numbers and values 4"),
     ("BertLMHeadModel", {}, KVCache(), "BertLMHeadModel can't be served: logits differ"),
@@ -340,6 +364,7 @@ REFUSED: list[tuple[str, dict[str, Any], Any, str]] = [
         KVCache(),
         "rope_type dynamic can't be served: keys depend on what follows",
     ),
+    ("GptOss", {"layer_types": LAYERS}, KVCache(), "its attention has s_aux"),
 ]
 
 
