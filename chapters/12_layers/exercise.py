@@ -92,9 +92,10 @@ class Layer:
     """What a layer keeps of the tokens that it has read.
 
     kind: "full" or "latent": something of every token. "window": keys and values of the last `kept`
-    tokens, at least `window` - 1; a token sees itself and the `window` - 1 tokens before it.
-    "state": the state after the last token, and a copy of the state after each number of tokens in
-    `saved`, once so many have been read.
+    tokens, at least `window` - 1; a token sees itself and the `window` - 1 tokens before it, at
+    least one. "state": the state after the last token.
+    saved: a window or a state also keeps checkpoints, copies of what it held after each of these
+    numbers of tokens, once so many have been read.
     """
 
     kind: str

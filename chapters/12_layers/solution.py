@@ -115,9 +115,10 @@ class Layer:
     """What a layer keeps of the tokens that it has read.
 
     kind: "full" or "latent": something of every token. "window": keys and values of the last `kept`
-    tokens, at least `window` - 1; a token sees itself and the `window` - 1 tokens before it.
-    "state": the state after the last token, and a copy of the state after each number of tokens in
-    `saved`, once so many have been read.
+    tokens, at least `window` - 1; a token sees itself and the `window` - 1 tokens before it, at
+    least one. "state": the state after the last token.
+    saved: a window or a state also keeps checkpoints, copies of what it held after each of these
+    numbers of tokens, once so many have been read.
     """
 
     kind: str
@@ -130,12 +131,12 @@ def can_cut(layer: Layer, n: int, cut: int) -> bool:
     """Say whether a layer that has read n tokens can go on after the first `cut` of them, 0 <= cut
     <= n, exactly as if it had read no others. Any layer can begin a new text."""
     # exercise 12.4
-    if layer.kind == "state":
-        return cut in (0, n, *layer.saved)
+    if cut in (0, n, *layer.saved):
+        return True
     if layer.kind == "window":
-        first = max(0, cut - layer.window + 1)  # that the next token sees
-        return first == cut or first >= n - layer.kept
-    return True
+        first_seen = cut - layer.window + 1  # by the next token
+        return max(0, first_seen) >= n - layer.kept
+    return layer.kind != "state"
 
 
 def cuts(layers: Sequence[Layer], n: int) -> list[int]:

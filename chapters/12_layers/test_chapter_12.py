@@ -149,7 +149,7 @@ def test_tokens_come_one_after_another(impl: ModuleType) -> None:
         ([("window", 4, 4)], 4, [0, 1, 2, 3, 4], "nothing is evicted yet"),
         ([("window", 4, 3)], 9, [0, 9], "3 tokens are kept, as many as the next one sees"),
         ([("window", 4, 5)], 9, [0, 7, 8, 9], "5 tokens are kept, 2 more than the next one sees"),
-        ([("window", 1, 1)], 4, [0, 1, 2, 3, 4], "a token that sees only itself needs no other"),
+        ([("window", 4, 4, (3,))], 9, [0, 3, 8, 9], "4 tokens are kept, and a copy after 3"),
         (["full", "state"], 9, [0, 9], "a state can't forget"),
         ([("state", 0, 0, (4, 8, 12))], 9, [0, 4, 8, 9], "copies after 4 and 8, and none after 12"),
         (
