@@ -1,0 +1,195 @@
+"""Chapter 12: a cut in all layers or in none, latents read as they are, the delta rule, and how far back a text can go."""
+
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from chapters.checking import assert_close, assert_refused, assert_right, assert_same, random_ids
+from hybrid_kv_cache import Hybrid, HybridConfig
+
+KINDS = ("window", "state", "full", "latent")
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_model(*kinds: str) -> Hybrid:
+    """A small model with a layer of each of these kinds; a window is 8 tokens."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 100, "n_ctx": 128, "n_layer": len(kinds), "n_embd": 32, "n_inner": 48}
+    heads = {"n_head": 4, "n_kv_head": 2, "head_dim": 16, "kv_rank": 24, "rope_dim": 8}
+    model = Hybrid(HybridConfig(**sizes, **heads, kinds=kinds, window=8)).eval()
+    for p in model.parameters():
+        p.data.add_(0.2 * torch.randn_like(p))
+    return model.requires_grad_(False)
+
+
+def layered(impl: ModuleType, model: Hybrid) -> object:
+    """A student's cache for a model."""
+    return impl.Layered(block.new_cache() for block in model.h)
+
+
+@pytest.mark.ex12_1
+@pytest.mark.parametrize(
+    ("question", "kinds"),
+    [
+        ("one token at a time", KINDS),
+        ("pieces of any size", KINDS),
+        ("a failed pass isn't counted", KINDS),
+        ("tokens are counted", KINDS),
+        ("a text is cut back anywhere, then goes on", ("full", "latent")),
+        ("a draft of which two tokens stay", ("full", "window")),
+    ],
+)
+def test_each_layer_has_a_cache_of_its_own(
+    impl: ModuleType, question: str, kinds: tuple[str, ...]
+) -> None:
+    model = random_model(*kinds)
+    assert_right(model, lambda: layered(impl, model), question)
+
+
+@pytest.mark.ex12_1
+@pytest.mark.parametrize(
+    ("kinds", "n", "layer", "why"),
+    [
+        (("full", "window"), 12, 1, "the window has evicted"),
+        (("latent", "full", "state"), 12, 2, "a state can't forget"),
+        (("window", "full"), 21, 0, "no layer has read as many"),
+    ],
+)
+def test_what_a_layer_refuses_happens_in_none(
+    impl: ModuleType, kinds: tuple[str, ...], n: int, layer: int, why: str
+) -> None:
+    model, ids = random_model(*kinds), random_ids(2, 30)
+    cache = layered(impl, model)
+    model(ids[:, :20], cache)
+    what = f"layers {', '.join(kinds)}; 20 tokens read, {why}, so truncate({n})"
+    assert_refused(lambda: cache.truncate(n), what, layer)
+    lengths = [len(held) for held in (cache, *cache.layers)]
+    assert_same(lengths, [20] * len(lengths), f"{what}; tokens in all, then in each layer")
+    found, expected = model(ids[:, 20:], cache), model(ids)[:, 20:]
+    assert_close(found, expected, f"{what}; then 10 more", ("row", "token", "logit"))
+
+
+def expanded(
+    q: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, W_k: Tensor, W_v: Tensor
+) -> Tensor:
+    """What one token's queries read, of keys and values that are made."""
+    read = []
+    for head in range(len(q)):
+        keys = torch.cat([latent @ W_k[head], k_rope], dim=1)  # (S, D + E)
+        query = torch.cat([q[head], q_rope[head]])
+        weights = (keys @ query / len(query) ** 0.5).softmax(dim=0)
+        read.append(weights @ (latent @ W_v[head]))
+    return torch.stack(read)
+
+
+@pytest.mark.ex12_2
+def test_latents_are_read_as_they_are(impl: ModuleType) -> None:
+    H, S, D, R, E = 4, 200, 16, 24, 6
+    shapes = [(H, D), (H, E), (S, R), (S, E), (H, R, D), (H, R, D)]
+    given = [randn(*shape, seed=seed) for seed, shape in enumerate(shapes)]
+    with FlopCounterMode(display=False) as counter:
+        found = impl.absorbed(*given)
+    what = f"{H} heads of {D}, {S} latents of {R}, rotated keys of {E}"
+    assert_close(found, expanded(*given), what, ("head", "number"))
+    products, making = counter.get_total_flops() // 2, S * H * R * D  # a sum for each product
+    message = f"{what}: {products:,} multiplications; all keys alone take {making:,}: make none"
+    assert products < making, message
+
+
+@pytest.mark.ex12_3
+def test_a_token_fades_then_corrects_then_reads(impl: ModuleType) -> None:
+    key = torch.tensor([[1.0, 0.0]])
+    state = torch.tensor([[8.0, 4.0], [2.0, 6.0]])  # answers the key with (8, 4)
+    value = torch.tensor([[1.0, 2.0]])
+    for decay, write, expected, why in [
+        (0.5, 0.0, [[4, 2], [1, 3]], "decay 0.5, and nothing is written: the state fades"),
+        (1.0, 1.0, [[1, 2], [2, 6]], "write 1: what stood at the key is replaced, not added to"),
+        (1.0, 0.5, [[4.5, 3], [2, 6]], "write 0.5: half of the error is corrected"),
+        (
+            0.5,
+            0.5,
+            [[2.5, 2], [1, 3]],
+            "decay 0.5, write 0.5: the answer has faded before it is corrected",
+        ),
+    ]:
+        gates = torch.tensor([decay]), torch.tensor([write])
+        before = state.clone()
+        read, found = impl.delta_rule(state, key, key, value, *gates)
+        assert_close(found, torch.tensor(expected), f"{why}: the state", ("row", "column"))
+        assert_close(read, found[:1], f"{why}: the query reads the new state", ("", "number"))
+        assert torch.equal(state, before), "the given state has changed: a pass may still fail"
+
+
+@pytest.mark.ex12_3
+def test_tokens_come_one_after_another(impl: ModuleType) -> None:
+    q, k, v, state = randn(4, 20, 6)
+    state = state[:6]
+    k, (decay, write) = k / k.norm(dim=1, keepdim=True), randn(2, 20, seed=1).sigmoid()
+    expected, now = [], state
+    for t in range(20):  # state' = decay (1 - write k k^T) state + write k v^T
+        erase = torch.eye(6) - write[t] * torch.outer(k[t], k[t])
+        now = decay[t] * erase @ now + write[t] * torch.outer(k[t], v[t])
+        expected.append(q[t] @ now)
+    read, last = impl.delta_rule(state, q, k, v, decay, write)
+    assert_close(read, torch.stack(expected), "20 tokens: what they read", ("token", "number"))
+    assert_close(last, now, "20 tokens: the state after them", ("row", "column"))
+
+
+@pytest.mark.ex12_4
+@pytest.mark.parametrize(
+    ("layers", "n", "expected", "why"),
+    [
+        (["full", "latent"], 4, [0, 1, 2, 3, 4], "every token is kept"),
+        ([("window", 4, 4)], 4, [0, 1, 2, 3, 4], "nothing is evicted yet"),
+        ([("window", 4, 3)], 9, [0, 9], "3 tokens are kept, as many as the next one sees"),
+        ([("window", 4, 5)], 9, [0, 7, 8, 9], "5 tokens are kept, 2 more than the next one sees"),
+        ([("window", 4, 4, (3,))], 9, [0, 3, 8, 9], "4 tokens are kept, and a copy after 3"),
+        (["full", "state"], 9, [0, 9], "a state can't forget"),
+        ([("state", 0, 0, (4, 8, 12))], 9, [0, 4, 8, 9], "copies after 4 and 8, and none after 12"),
+        (
+            ["full", ("window", 4, 6), ("window", 3, 6), ("state", 0, 0, (5, 6, 7))],
+            9,
+            [0, 6, 7, 9],
+            "all layers have to",
+        ),
+    ],
+)
+def test_how_far_back(
+    impl: ModuleType, layers: list[object], n: int, expected: list[int], why: str
+) -> None:
+    layers = [impl.Layer(*([given] if isinstance(given, str) else given)) for given in layers]
+    what = f"{layers}, {n} tokens read: {why}"
+    if len(layers) == 1:
+        found = [cut for cut in range(n + 1) if impl.can_cut(layers[0], n, cut)]
+        assert_same(found, expected, f"can_cut, {what}")
+    assert_same(impl.cuts(layers, n), expected, f"cuts, {what}")
+
+
+@pytest.mark.ex12_4
+def test_what_is_read_again_and_what_may_be_drafted(impl: ModuleType) -> None:
+    full, state = impl.Layer("full"), impl.Layer("state")
+    window = impl.Layer("window", window=8, kept=12)
+    saved = impl.Layer("state", saved=(64, 100, 101, 102))
+    for layers, read, drafted, why in [
+        ([full], 30, 9, "every token is kept"),
+        ([full, window], 120, 5, "12 tokens are kept, and the next one sees 7 of them"),
+        ([full, state], 120, 0, "a state goes back to nothing but a new text"),
+        ([full, saved], 56, 3, "copies of the state after 64, 100, 101 and 102 tokens"),
+        ([window, saved], 120, 3, "the window can't go back as far as the state has to"),
+    ]:
+        found = impl.read_again(layers, 103, 90, 120)
+        what = f"{why}; 103 tokens read, of which a prompt of 120 shares 90"
+        assert found == read, f"{what}: {found} have to be read, must be {read}"
+        found = impl.most_drafted(layers, 100, 9)
+        what = f"{why}; 100 tokens read, at most 9 drafted"
+        assert found == drafted, f"{what}: {found} may be drafted, must be {drafted}"
+    for layers, read in (([full], 1), ([full, state], 50)):
+        found = impl.read_again(layers, 50, 50, 50)
+        what = f"{layers[-1]}, 50 tokens read, all of the prompt: its last token is read again"
+        assert found == read, f"{what}, {found} in all, must be {read}"
