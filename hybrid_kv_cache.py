@@ -533,7 +533,7 @@ class HybridConfig(LlamaConfig):
 
     kinds: tuple[str, ...] = ()
     window: int = 128  # tokens that a window layer's query sees, its own included
-    window_theta: float | None = 10_000.0  # base of its frequencies; None: rotated as others are
+    window_theta: float | None = 1e4  # base of a window layer's frequencies; None: as elsewhere
     sinks: bool = True  # each head of a window layer has a learned sink
     q_rank: int | None = None  # numbers of a query's latent; None: queries have none
     kv_rank: int = 512  # R, numbers of a latent
@@ -555,13 +555,11 @@ class HybridConfig(LlamaConfig):
             value = getattr(self, name)
             if value is not None and value < least[name]:
                 raise ValueError(f"{name} must be at least {least[name]}, got {value}")
-        if (self.qk_norm or self.qkv_bias or self.gemma) and not {*self.kinds} <= {
-            "full",
-            "window",
-        }:
-            given = f"full and window layers only, got {self.kinds}"
-            raise ValueError(f"qk_norm, qkv_bias and gemma are of {given}")
-        if (self.qk_norm or self.gemma) and self.sinks and "window" in self.kinds:
+        is_normed = self.qk_norm or self.gemma
+        if (is_normed or self.qkv_bias) and {"latent", "state"} & {*self.kinds}:
+            names = "qk_norm, qkv_bias and gemma"
+            raise ValueError(f"{names} are of full and window layers only, got {self.kinds}")
+        if is_normed and self.sinks and "window" in self.kinds:
             raise ValueError(
                 "a window layer with sinks can't have qk_norm or gemma: set sinks=False"
             )

@@ -124,7 +124,7 @@ class Folder:
             tokenizer.end_ids = end_tokens(tokenizer, path, config, self.generation_config())
             where = f"{self.path / TOKENIZER_CONFIG} or special_tokens_map.json"
             check_named_tokens(tokenizer, self.tokenizer_config(), where)
-            tokenizer.n_rows = size  # of which some may have no token; and an image's token no row
+            tokenizer.n_rows = size  # some may have no token, and a control token may have no row
             without_row = {tokenizer.added_tokens.get(i) for i in range(size, n_vocab)}
             fits = all(token and token.special for token in without_row)
             fits = fits and max(tokenizer.end_ids) < size

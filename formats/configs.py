@@ -81,7 +81,7 @@ SCRIPT_OF_KIND = {
     "BCT": "gpt_bounded_cache.py --memory bct can read it",
 }
 LARGEST = 2**31 - 1  # the largest whole number that a file may give: torch's int32
-MOST_LAYERS = 10**6
+MOST_LAYERS = 10**6  # that are listed before the tensors are counted
 # Fields that every file has to give.
 REQUIRED = ("vocab_size", "n_ctx", "n_layer", "n_head", "n_embd")
 SHARED_FIELDS = {  # Hugging Face's name: LlamaConfig's
@@ -297,23 +297,18 @@ def window_fields(content: dict[str, Any], values: dict[str, Any], where: str) -
 
 def default_layer_types(content: dict[str, Any], n_layer: int, where: str) -> list[str]:
     """Return the layer_types that a file without them means; [] if it doesn't say."""
-    types = ["sliding_attention"] * n_layer
-    if content["model_type"] == "gemma3_text":  # every so many layers, one is full
-        name = "sliding_window_pattern"
-        pattern = check_fields({name: content.get("_" + name, 6)} | content, where, **{name: int})[
-            name
-        ]
-        if pattern < 1:
-            raise ValueError(f"{where}: {name} must be at least 1, got {pattern}")
-        for layer in range(pattern - 1, n_layer, pattern):
-            types[layer] = "full_attention"
-        return types
-    if "max_window_layers" not in content:
+    full, sliding = "full_attention", "sliding_attention"
+    if "max_window_layers" in content:  # so many are full; then the others
+        n_full = check_fields(content, where, max_window_layers=int)["max_window_layers"]
+        return [full if layer < n_full else sliding for layer in range(n_layer)]
+    if content["model_type"] != "gemma3_text":
         return []
-    first = check_fields(content, where, max_window_layers=int)["max_window_layers"]
-    for layer in range(min(first, n_layer)):
-        types[layer] = "full_attention"
-    return types
+    name = "sliding_window_pattern"  # the last one of so many is full
+    content = {name: content.get(f"_{name}", 6)} | content
+    pattern = check_fields(content, where, **{name: int})[name]
+    if pattern < 1:
+        raise ValueError(f"{where}: {name} must be at least 1, got {pattern}")
+    return [sliding if (layer + 1) % pattern else full for layer in range(n_layer)]
 
 
 def select_fields(
