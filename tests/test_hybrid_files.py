@@ -16,6 +16,7 @@ from formats.configs import read_config
 from hybrid_kv_cache import Hybrid, generate
 from tests.helpers import ROOT, random_llama, run
 from tests.test_hybrid import FEEDINGS, close, fed
+from tests.test_llama import real_form
 
 pytest.importorskip("transformers")
 SIZES = {
@@ -56,9 +57,9 @@ MODELS = {
 IDS = torch.arange(80).view(2, 40) * 7 % 60
 
 
-def written(folder: Path, kind: str, **more: Any) -> Any:
+def written(folder: Path, kind: str) -> Any:
     """Write a random model as transformers does, with the pocket models' tokenizer; return it."""
-    model = random_llama(kind, **SIZES | MODELS[kind] | more)
+    model = random_llama(kind, **SIZES | MODELS[kind])
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.data.uniform_(0.2, 1.0)
@@ -97,15 +98,30 @@ def test_a_folder_equals_transformers(kind: str, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_an_older_gemma_is_read(tmp_path: Path) -> None:
-    """Its scaling, theta and layers stand at other keys."""
-    theirs = written(tmp_path, "Gemma3")
+@pytest.mark.parametrize("kind", ["Gemma3", "Qwen3"])
+def test_an_older_file_is_read(kind: str, tmp_path: Path) -> None:
+    """Scaling, theta and the kinds of layers stand at other keys."""
+    theirs = written(tmp_path, kind)
     path = tmp_path / "config.json"
     content = json.loads(path.read_text())
-    del content["layer_types"], content["rope_parameters"]
-    content |= {"sliding_window_pattern": 2, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
-    path.write_text(json.dumps(content | {"rope_theta": 1e3, "rope_local_base_freq": 100}))
+    del content["layer_types"]
+    if kind == "Gemma3":
+        del content["rope_parameters"]
+        content |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_theta": 1e3}
+        content |= {"sliding_window_pattern": 2, "rope_local_base_freq": 100}
+    path.write_text(json.dumps(content))
     close(loader.load_model(str(tmp_path))(IDS), theirs(IDS).logits)
+
+
+def test_a_control_token_may_have_no_embedding(tmp_path: Path) -> None:
+    """Gemma 3's models for text have the token of an image."""
+    library = real_form("Qwen", tmp_path)
+    library.add_special_tokens(["<image>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    ours = loader.load_tokenizer(str(tmp_path))
+    assert ours.decode(ours.encode("an <image>")) == "an <image>"
+    with pytest.raises(ValueError, match="has no embedding for the token '<image>'"):
+        ours.encode("an <image>", allowed_special="all")
 
 
 def test_scripts_write_verify_or_name_their_reader(tmp_path: Path) -> None:
