@@ -1,7 +1,8 @@
 """Lecture 5: a model whose layers keep different things, on top of lectures 3 and 4.
 
 `python3 hybrid_kv_cache.py` shows what each kind of layer keeps as a text grows, and that a model
-of all kinds writes the same tokens with its cache and without.
+of all kinds writes the same tokens with its cache and without. With --model, a Gemma 3 or another
+model of such layers writes.
 
     full     keys and values of every token: lecture 4's layer
     window   keys and values of the latest tokens: most layers of Gemma 3, half of gpt-oss's
@@ -33,12 +34,14 @@ from torch import Tensor, nn
 
 from gpt_bounded_cache import SlidingWindowCache
 from llama_kv_cache import (
+    MLP,
     Attention,
     Block,
     Conv1D,
     KVCache,
     Llama,
     LlamaConfig,
+    NormedAttention,
     generate,
     rotate,
     rotation,
@@ -101,6 +104,63 @@ class LayeredCache(KVCache):
         return {"slots": [], "size": 0, "layers": [cache.snapshot() for cache in self.layers]}
 
 
+# --- Full layers, and what Gemma 3 adds to them ---------------------------------------------------
+
+
+class GemmaAttention(NormedAttention):
+    """Attention with normed queries and keys and a scale of its own; what it adds to the residual
+    stream is normed, too.
+
+    Source: Gemma Team 2025, "Gemma 3".
+    """
+
+    def __init__(self, config: HybridConfig) -> None:
+        super().__init__(config)
+        self.scale = math.sqrt(config.head_dim / config.query_scalar)
+        self.ln_out = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the queries, keys and values (B, H, T, D) of x (B, T, C)."""
+        q, k, v = super().project(x)
+        return self.scale * q, k, v
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return self.ln_out(super().forward(q, k, v, mask))
+
+
+class GemmaMLP(MLP):
+    """An MLP whose gate is a GELU; what it adds to the residual stream is normed."""
+
+    def __init__(self, config: HybridConfig) -> None:
+        super().__init__(config)
+        self.ln_out = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, x = self.c_fc(x).chunk(2, dim=-1)  # (B, T, n_inner) each
+        return self.ln_out(self.c_proj(F.gelu(gate, approximate="tanh") * x))  # (B, T, C)
+
+
+class ScaledEmbedding(nn.Embedding):
+    """Embeddings times sqrt(C), which is rounded to the model's dtype first."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = super().forward(ids)
+        return x * x.new_full((), math.sqrt(x.size(-1)))
+
+
+class FullBlock(Block):
+    """Lecture 4's block as it is, or with Gemma 3's two parts."""
+
+    def __init__(self, config: HybridConfig) -> None:
+        super().__init__(config)
+        if config.gemma:
+            self.attn, self.mlp = GemmaAttention(config), GemmaMLP(config)
+
+    def new_cache(self) -> KVCache:
+        """Return an empty cache for this layer."""
+        return KVCache()
+
+
 # --- A window, with a rotation of its own and a learned sink --------------------------------------
 
 
@@ -132,15 +192,17 @@ class WindowAttention(Attention):
         return self.c_proj(y.transpose(1, 2).flatten(2))  # (B, T, C)
 
 
-class WindowBlock(Block):
-    """Lecture 4's block, with sinks, positions that rotate at a speed of its own, and a window that
-    the cache keeps. Without a cache, the block masks what the window would have evicted."""
+class WindowBlock(FullBlock):
+    """A full layer's block, with sinks, positions that rotate at a speed of its own, and a window
+    that the cache keeps. Without a cache, the block masks what the window would have evicted."""
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__(config)
-        self.attn = WindowAttention(config)
-        self.window = config.window
-        self.rotary = replace(config, rope_theta=config.window_theta, rope_scaling=None)
+        if config.sinks:
+            self.attn = WindowAttention(config)
+        self.window, self.rotary = config.window, config
+        if config.window_theta is not None:
+            self.rotary = replace(config, rope_theta=config.window_theta, rope_scaling=None)
 
     def new_cache(self) -> KVCache:
         """Return an empty cache for this layer."""
@@ -456,14 +518,6 @@ class StateBlock(Block):
         return x + self.drop(self.mlp(self.ln_2(x)))  # (B, T, C)
 
 
-class FullBlock(Block):
-    """Lecture 4's block, as it is."""
-
-    def new_cache(self) -> KVCache:
-        """Return an empty cache for this layer."""
-        return KVCache()
-
-
 # --- A model of all four --------------------------------------------------------------------------
 
 KINDS = {"full": FullBlock, "window": WindowBlock, "latent": LatentBlock, "state": StateBlock}
@@ -479,11 +533,14 @@ class HybridConfig(LlamaConfig):
 
     kinds: tuple[str, ...] = ()
     window: int = 128  # tokens that a window layer's query sees, its own included
-    window_theta: float = 10_000.0  # base of a window layer's frequencies
+    window_theta: float | None = 1e4  # base of a window layer's frequencies; None: as elsewhere
+    sinks: bool = True  # each head of a window layer has a learned sink
     q_rank: int | None = None  # numbers of a query's latent; None: queries have none
     kv_rank: int = 512  # R, numbers of a latent
     rope_dim: int = 64  # E, numbers of a latent layer's rotated key
     conv: int = 4  # K, tokens that a state layer's convolution sees
+    gemma: bool = False  # scaled embeddings, and in each block GemmaAttention and GemmaMLP
+    query_scalar: int = 256  # Gemma's scores are divided by its root, not by that of head_dim
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -492,13 +549,20 @@ class HybridConfig(LlamaConfig):
                 f"kinds must be one of {', '.join(KINDS)} for each of {self.n_layer} layers, "
                 f"got {self.kinds}"
             )
-        least = {"window": 1, "q_rank": 1, "kv_rank": 1, "rope_dim": 2, "conv": 2}
+        least = dict.fromkeys(("window", "q_rank", "kv_rank", "query_scalar"), 1)
+        least |= {"rope_dim": 2, "conv": 2}
         for name in least:
             value = getattr(self, name)
             if value is not None and value < least[name]:
                 raise ValueError(f"{name} must be at least {least[name]}, got {value}")
-        if (self.qk_norm or self.qkv_bias) and {*self.kinds} != {"full"}:
-            raise ValueError(f"qk_norm and qkv_bias are of full layers only, got {self.kinds}")
+        is_normed = self.qk_norm or self.gemma
+        if (is_normed or self.qkv_bias) and {"latent", "state"} & {*self.kinds}:
+            names = "qk_norm, qkv_bias and gemma"
+            raise ValueError(f"{names} are of full and window layers only, got {self.kinds}")
+        if is_normed and self.sinks and "window" in self.kinds:
+            raise ValueError(
+                "a window layer with sinks can't have qk_norm or gemma: set sinks=False"
+            )
         if self.rope_dim % 2 or self.kv_rank % 2:
             sizes = f"rope_dim is {self.rope_dim}, kv_rank {self.kv_rank}"
             raise ValueError(f"{sizes}: both must be even, for pairs and halves")
@@ -512,6 +576,9 @@ class Hybrid(Llama):
     def __init__(self, config: HybridConfig) -> None:
         super().__init__(config)
         self.h = nn.ModuleList(KINDS[kind](config) for kind in config.kinds)
+        if config.gemma:
+            self.wte = ScaledEmbedding(config.vocab_size, config.n_embd)
+            self.lm_head = self.wte if config.tied else self.lm_head
         self.init_weights()
         for name, parameter in self.named_parameters():  # what a small random number isn't good for
             if name.endswith("conv"):
@@ -536,43 +603,67 @@ class Hybrid(Llama):
         return super().forward(ids, cache, last_only)
 
 
-def main(argv: list[str] | None = None) -> None:
+def show(window: int) -> None:
+    """Show what each kind of layer keeps, in a small random model of all kinds."""
     from gpt_baseline import generate as generate_uncached
-    from support.cli import CommandLine, whole_number
     from support.tables import table
 
-    cli = CommandLine(__doc__, "python3 %(prog)s --window 16")
-    about = "tokens that the window layer sees"
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 200, "n_ctx": 2048, "n_layer": 4, "n_embd": 128, "n_inner": 256}
+    heads = {"n_head": 8, "n_kv_head": 4, "head_dim": 16, "kv_rank": 24, "rope_dim": 8}
+    heads |= {"kinds": tuple(KINDS), "window": window, "tied": False}
+    model = Hybrid(HybridConfig(**sizes, **heads))
+    ids = torch.randint(200, (1, 1024))
+    cache, rows = model.eval().new_cache(), []
+    for end in (64, 256, 1024):
+        model(ids[:, len(cache) : end], cache, last_only=True)
+        held = [f"{layer.nbytes:,}" for layer in cache.layers]
+        rows.append([f"{end:,}", *held, f"{cache.nbytes / end:,.0f}"])
+    print("A random model with a layer of each kind, float32. Bytes that each layer keeps:\n")
+    print(table(["tokens", *KINDS, "a token, in all"], rows))
+    prompt = ids[:, :100]
+    written = torch.cat(list(generate(model, prompt, 100)), dim=1)
+    uncached = torch.cat(list(generate_uncached(model, prompt, 100)), dim=1)
+    same = "yes" if torch.equal(written, uncached) else "NO"
+    print(f"\n100 tokens after a prompt of 100, with the cache and without: same tokens: {same}")
+    print(f"Different tokens among them: {len(set(written[0].tolist()))}")
+    print("\nBack from 1,024 tokens to 1,000, by each layer alone:")
+    for kind, layer in zip(KINDS, cache.layers, strict=True):
+        try:
+            layer.clone().truncate(1000)
+            print(f"  {kind}: yes")
+        except ValueError as error:
+            print(f"  {kind}: no, {error}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    from support.cli import WRITING, CommandLine, whole_number
+
+    cli = CommandLine(__doc__, "python3 %(prog)s --model FOLDER --prompt TEXT")
+    about = "tokens that the random model's window layer sees"
     cli.add_argument("--window", type=whole_number(1, 2048), default=64, metavar="N", help=about)
+    about = "write with a model: a folder of Gemma 3 (text), Youtu-LLM, a DeepSeek-V3 without "
+    about += "experts, or a Mistral, Qwen2 or Qwen3 with windows"
+    cli.add_model_options(about, *WRITING, "--chat", "--system")
+    cli.set_defaults(model="")
     with cli.parse(argv) as args, torch.no_grad():
-        torch.manual_seed(0)
-        sizes = {"vocab_size": 200, "n_ctx": 2048, "n_layer": 4, "n_embd": 128, "n_inner": 256}
-        heads = {"n_head": 8, "n_kv_head": 4, "head_dim": 16, "kv_rank": 24, "rope_dim": 8}
-        heads |= {"kinds": tuple(KINDS), "window": args.window, "tied": False}
-        model = Hybrid(HybridConfig(**sizes, **heads))
-        ids = torch.randint(200, (1, 1024))
-        cache, rows = model.eval().new_cache(), []
-        for end in (64, 256, 1024):
-            model(ids[:, len(cache) : end], cache, last_only=True)
-            held = [f"{layer.nbytes:,}" for layer in cache.layers]
-            rows.append([f"{end:,}", *held, f"{cache.nbytes / end:,.0f}"])
-        print("A random model with a layer of each kind, float32. Bytes that each layer keeps:\n")
-        print(table(["tokens", *KINDS, "a token, in all"], rows))
-        prompt = ids[:, :100]
-        written = torch.cat(list(generate(model, prompt, 100)), dim=1)
-        uncached = torch.cat(list(generate_uncached(model, prompt, 100)), dim=1)
-        same = "yes" if torch.equal(written, uncached) else "NO"
-        print(
-            f"\n100 tokens after a prompt of 100, with the cache and without: same tokens: {same}"
-        )
-        print(f"Different tokens among them: {len(set(written[0].tolist()))}")
-        print("\nBack from 1,024 tokens to 1,000, by each layer alone:")
-        for kind, layer in zip(KINDS, cache.layers, strict=True):
-            try:
-                layer.clone().truncate(1000)
-                print(f"  {kind}: yes")
-            except ValueError as error:
-                print(f"  {kind}: no, {error}")
+        if not args.model:
+            show(args.window)
+            return
+        from formats.chat import encode_given_prompt
+        from load_gpt2_weights import load_model, load_tokenizer
+        from support.printing import end_tokens_of, stream
+
+        model = load_model(args.model, model_class=Hybrid, device=args.device, dtype=args.dtype)
+        tokenizer = load_tokenizer(args.model)
+        ids = torch.tensor([encode_given_prompt(args, tokenizer)], device=args.device)  # (1, T)
+        print(f"\n{args.prompt}", end="", flush=True)
+        options = {"temperature": args.temperature, "top_k": args.top_k}
+        options["generator"] = torch.Generator(args.device).manual_seed(args.seed)
+        options["stop_ids"] = end_tokens_of(tokenizer)
+        cache = model.new_cache()
+        tokens = generate(model, ids, args.max_new_tokens, cache=cache, **options)
+        stream(tokens, tokenizer, cache)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Weights and tokenizers of GPT-2 and Llama by name or folder, for any of the model files.
+"""Weights and tokenizers of GPT-2, Llama and Gemma 3 by name or folder, for any of the model files.
 
 `python load_gpt2_weights.py gpt2 --verify` downloads GPT-2 and compares its text with published continuations.
 """
@@ -46,13 +46,13 @@ def load_model(
     "random:124M" is an untrained GPT-2 of this size, and "smollm2:int4" a twin, whose weights
     round_weights() has rounded.
 
-    model_class: the class to load; by default gpt_kv_cache.GPT or llama_kv_cache.Llama, as
-    config.json says. The class must have no buffers. Every tensor in the files must match a
-    parameter in name and shape, and no parameter may be missing. A Llama's q, k and v are joined
-    into one parameter, and so are gate and up. dtype: "auto" means what the files hold, if the
-    device computes faster in it than in float32, else float32; a line of output says which. Every
-    number must be finite, in the file and in dtype. Memory: about one copy of the weights, since
-    files are mapped and copied tensor by tensor.
+    model_class: the class to load; by default gpt_kv_cache.GPT, llama_kv_cache.Llama or, if layers
+    keep different things, hybrid_kv_cache.Hybrid, as config.json says. The class must have no
+    buffers. Every tensor in the files must match a parameter in name and shape, and no parameter
+    may be missing. A Llama's q, k and v are joined into one parameter, and so are gate and up.
+    dtype: "auto" means what the files hold, if the device computes faster in it than in float32,
+    else float32; a line of output says which. Every number must be finite, in the file and in
+    dtype. Memory: about one copy of the weights, since files are mapped and copied tensor by tensor.
     Raises ValueError or OSError, in one sentence, if the model can't be found, read or represented.
     """
     name, bits = split_twin(name_or_path)

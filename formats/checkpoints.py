@@ -124,7 +124,10 @@ class Folder:
             tokenizer.end_ids = end_tokens(tokenizer, path, config, self.generation_config())
             where = f"{self.path / TOKENIZER_CONFIG} or special_tokens_map.json"
             check_named_tokens(tokenizer, self.tokenizer_config(), where)
-            fits = n_vocab <= size  # embeddings may have rows without a token
+            tokenizer.n_rows = size  # some may have no token, and a control token may have no row
+            without_row = {tokenizer.added_tokens.get(i) for i in range(size, n_vocab)}
+            fits = all(token and token.special for token in without_row)
+            fits = fits and max(tokenizer.end_ids) < size
         if not fits:
             raise ValueError(f"{path} makes {n_vocab} tokens, but {self.where} says {size}")
         return tokenizer

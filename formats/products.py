@@ -138,18 +138,19 @@ def order_for_decoding(model: nn.Module) -> nn.Module:
     """
     is_half = model.wte.weight.dtype.itemsize == 2
     for name, weight in model.named_parameters():
-        if ".c_" in name and weight.dim() == 2:  # Conv1D's, stored (in, out)
+        if name.startswith("h.") and weight.dim() == 2:  # Conv1D's, stored (in, out)
             weight.data = transposed_in_memory(weight) if is_half else weight.contiguous()
         elif name in ("wte.weight", "lm_head.weight"):  # the head's (V, C), read as (out, in)
             weight.data = weight.contiguous() if is_half else transposed_in_memory(weight)
     for block in model.h:
         for part in block.children():
             for name, layer in part.named_children():
-                if name.startswith("c_"):  # a Conv1D
+                weight = getattr(layer, "weight", None)
+                if weight is not None and weight.dim() == 2:  # a Conv1D's
                     setattr(part, name, Product(layer.weight, layer.bias))
         if is_half:
             block.attn.c_proj = NarrowingProduct(block.attn.c_proj.weight, block.attn.c_proj.bias)
-            if not isinstance(block.attn, HalfAttention):
+            if hasattr(block.attn, "c_attn") and not isinstance(block.attn, HalfAttention):
                 block.attn.__class__ = preceded(HalfAttention, type(block.attn))
     if not isinstance(model, DecodingModel):
         model.__class__ = preceded(DecodingModel, type(model))

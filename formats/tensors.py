@@ -4,6 +4,7 @@ import math
 import re
 import warnings
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from formats.configs import kind_of
 from formats.products import is_faster
 from support.files import lacks_memory, regular_file
+from support.geometry import rotary_settings
 
 LLAMA_TENSORS = {  # our parameter: the tensors that it joins, matrices as (out, in)
     "wte": ("embed_tokens",),
@@ -29,6 +30,19 @@ LLAMA_TENSORS = {  # our parameter: the tensors that it joins, matrices as (out,
     "mlp.c_proj": ("mlp.down_proj",),
     "ln_f": ("norm",),
     "lm_head": ("lm_head",),
+}
+GEMMA_TENSORS = LLAMA_TENSORS | {
+    "attn.ln_out": ("post_attention_layernorm",),
+    "ln_2": ("pre_feedforward_layernorm",),
+    "mlp.ln_out": ("post_feedforward_layernorm",),
+}
+LATENT_TENSORS = LLAMA_TENSORS | {
+    "attn.q_down": ("self_attn.q_a_proj",),
+    "attn.ln_q": ("self_attn.q_a_layernorm",),
+    "attn.q_up": ("self_attn.q_b_proj",),
+    "attn.kv_down": ("self_attn.kv_a_proj_with_mqa",),
+    "attn.ln_kv": ("self_attn.kv_a_layernorm",),
+    "attn.kv_up": ("self_attn.kv_b_proj",),
 }
 
 
@@ -84,12 +98,15 @@ def check_sizes(config: Any, tensors: dict[str, Tensor], where: str) -> None:
     forever.
     """
     longest = max((side for tensor in tensors.values() for side in tensor.shape), default=0)
-    for name, size in vars(config).items():
+    for field in fields(config):
+        name, size = field.name, getattr(config, field.name)
         limit, meaning = longest, "longest side of any tensor"
         if name == "n_layer":
             limit, meaning = len(tensors), "number of tensors"
-        if name == "n_ctx" and kind_of(config) == "Llama":
+        if name in ("n_ctx", "window") and rotary_settings(config):
             continue  # no tensor has a row for each position
+        if size == field.default:
+            continue  # of a part that the model may not have
         if type(size) is int and size > limit:
             raise ValueError(
                 f"{where}: {name} is {size}, but the {meaning} in the weights is {limit}"
@@ -121,15 +138,22 @@ def public_parts(model: nn.Module) -> dict[str, Tensor]:
     joins several matrices, or their biases, has a view for each of them.
     """
     config, parts = model.config, dict(model.named_parameters())
-    if kind_of(config) != "Llama":
+    if not rotary_settings(config):
         return parts
+    names = LLAMA_TENSORS
+    if getattr(config, "gemma", False):
+        names = GEMMA_TENSORS
+    elif "latent" in getattr(config, "kinds", ()):
+        names = LATENT_TENSORS
+        if config.q_rank is None:
+            names = names | {"attn.q_up": ("self_attn.q_proj",)}
     kv_width = config.n_kv_head * config.head_dim
     public = {}
     for name, parameter in parts.items():
         layer, part, numbers = re.fullmatch(r"(?:h\.(\d+)\.)?(.*)\.(weight|bias)", name).groups()
         prefix = "" if layer is None else f"layers.{layer}."
-        matrix = parameter.t() if ".c_" in name else parameter  # a bias (out,) stays as it is
-        tensors = LLAMA_TENSORS[part]
+        matrix = parameter if layer is None else parameter.t()  # a vector stays as it is
+        tensors = names[part]
         sizes = [len(matrix) // len(tensors)] * len(tensors)
         if part == "attn.c_attn":
             sizes = [len(matrix) - 2 * kv_width, kv_width, kv_width]
@@ -160,9 +184,32 @@ def copy_tensors(
     with torch.no_grad():
         for name, part in public_parts(model).items():
             tensor = tensors.pop(name)  # one that isn't mapped is freed at once
-            part.copy_(tensor)
+            part.copy_(as_ours(name, tensor, model.config))
             check_finite(name, part, tensor, where)
     return model.eval()
+
+
+def as_ours(name: str, tensor: Tensor, config: Any) -> Tensor:
+    """Return a public tensor as our layers need it. Gemma 3's norms multiply by 1 + weight. In the
+    rotated numbers of a latent layer's queries and keys, a pair is two neighbours; in ours it is a
+    number of each half."""
+    if getattr(config, "gemma", False) and name.endswith("norm.weight"):
+        return 1 + tensor.float()
+    if "latent" in getattr(config, "kinds", ()):
+        if name.endswith(("q_proj.weight", "q_b_proj.weight")):
+            return in_halves(tensor, config.n_head, config.rope_dim)
+        if name.endswith("kv_a_proj_with_mqa.weight"):
+            return in_halves(tensor, 1, config.rope_dim)
+    return tensor
+
+
+def in_halves(matrix: Tensor, n_head: int, rope_dim: int) -> Tensor:
+    """Return a matrix (out, in) whose last rope_dim rows of each head, numbered from 0, are in the
+    order 0, 2, 4, ..., 1, 3, 5, ..."""
+    rows = matrix.unflatten(0, (n_head, -1))  # (H, rows of a head, in)
+    pairs = rows[:, -rope_dim:]
+    ordered = torch.cat([rows[:, :-rope_dim], pairs[:, ::2], pairs[:, 1::2]], dim=1)
+    return ordered.flatten(0, 1)
 
 
 def check_finite(name: str, part: Tensor, tensor: Tensor, where: str) -> None:

@@ -134,6 +134,7 @@ class LibraryTokenizer(Tokenizer):
         self.added_ids = {token.content: i for i, token in added_tokens.items()}
         self.special_tokens_set = {t.content for t in added_tokens.values() if t.special}
         self.n_vocab = 1 + max(self.library.get_vocab().values(), default=-1)
+        self.n_rows = self.n_vocab  # of a model's embeddings
         self.byte_of: dict[str, int] = {}  # by the characters that stand for bytes, if any do
         if "ByteLevel" in repr(self.library.pre_tokenizer):
             self.byte_of = {char: byte for byte, char in enumerate(byte_characters())}
@@ -146,13 +147,18 @@ class LibraryTokenizer(Tokenizer):
         begins every text stands before it. Added tokens that aren't control tokens are found in any case.
 
         Raises ValueError if a character needs a byte that has no token, which the library would leave out. (SmolLM2's
-        vocabulary lacks 21: rare control characters, and bytes that UTF-8 hardly uses.)
+        vocabulary lacks 21: rare control characters, and bytes that UTF-8 hardly uses.) So does a token that the model
+        has no embedding for: that of an image, in Gemma 3's models for text.
         """
         for char in sorted({*text}) if self.missing_bytes else ():
             if not self.missing_bytes.isdisjoint(char.encode(errors="replace")):
                 raise ValueError(f"the model's vocabulary has no token for {char!r}")
         self.library.encode_special_tokens = not allowed_special
-        return self.library.encode(text, add_special_tokens=allowed_special == "all").ids
+        ids = self.library.encode(text, add_special_tokens=allowed_special == "all").ids
+        if max(ids, default=0) >= self.n_rows:
+            token = self.library.id_to_token(max(ids))
+            raise ValueError(f"the model has no embedding for the token {token!r}")
+        return ids
 
     def begin_with(self, token: int) -> None:
         """Put a token before every whole text."""
@@ -172,7 +178,7 @@ class LibraryTokenizer(Tokenizer):
         text = self.library.id_to_token(token)
         if text is None:  # a model may have more rows of embeddings than its tokenizer has tokens
             return f"<|{token}|>".encode()
-        if text in self.added_ids:
+        if text in self.added_ids and self.byte_of:
             return text.encode()
         if self.byte_of.keys() >= {*text}:
             return bytes(self.byte_of[char] for char in text)

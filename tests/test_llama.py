@@ -164,7 +164,14 @@ def test_parts_of_a_joined_matrix_are_copied_into_their_places(
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"sliding_window": 16}, "sliding_window is 16, and must be null or at least"),
-        ({"model_type": "mistral", "max_position_embeddings": 8192}, "sliding_window is 4096"),
+        (
+            {
+                "model_type": "mistral",
+                "max_position_embeddings": 8192,
+                "layer_types": ["full_attention"],
+            },
+            "layer_types is 'full_attention', and only 'sliding_attention'",
+        ),
         (
             {"model_type": "qwen3", "sliding_window": 8, "use_sliding_window": True},
             "window is 8, and",

@@ -50,6 +50,7 @@ def of_sentencepiece() -> Any:
     steps = [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback()]
     library.decoder = tokenizers.decoders.Sequence([*steps, tokenizers.decoders.Fuse()])
     library.add_special_tokens(["<unk>", "<s>", "</s>"])
+    library.add_tokens([tokenizers.AddedToken("\u2581\u2581", normalized=False)])  # as in Gemma 3
     return library
 
 
@@ -63,6 +64,8 @@ def test_bytes_of_single_tokens_make_the_text(make: Any, tmp_path: Path) -> None
         ids = ours.encode_ordinary(text)
         assert b"".join(map(ours.decode_single_token_bytes, ids)) == text.encode()
         assert ours.decode(ids) == text
+    last = [ours.n_vocab - 1]
+    assert ours.decode(last) == library.decode(last, skip_special_tokens=False)
 
 
 def test_a_typed_control_token_is_text_and_an_added_word_is_found(tmp_path: Path) -> None:
