@@ -1,0 +1,88 @@
+"""`forms`: what three forms of a latent's attention cost; `delta`: what a matrix answers after the
+delta rule, and after a sum. From the project's folder: `python3 -m chapters.12_layers.look forms`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from hybrid_kv_cache import HybridConfig, LatentAttention, delta_rule
+from support.tables import table
+
+N_READ = 8000
+KEYS = {"a": torch.tensor([[1.0, 0.0]]), "b": torch.tensor([[0.6, 0.8]])}  # of length 1
+WRITES = [("a", 5.0), ("b", 7.0), ("a", 2.0)]
+
+
+def print_forms() -> None:
+    """Print what one layer of DeepSeek-V3's sizes caches and multiplies in each form."""
+    sizes = {"n_head": 128, "n_kv_head": 128, "head_dim": 128, "kv_rank": 512, "rope_dim": 64}
+    config = HybridConfig(n_embd=7168, q_rank=1536, n_layer=1, kinds=("latent",), **sizes)
+    H, D, R, E = config.n_head, config.head_dim, config.kv_rank, config.rope_dim
+    with torch.device("meta"):  # shapes alone, no numbers
+        attention = LatentAttention(config)
+        latents = torch.empty(1, 1, N_READ, R + E)
+        k, v = torch.empty(1, H, N_READ, D + E), torch.empty(1, H, N_READ, D)
+        query, prompt = torch.empty(1, H, 1, D + E), torch.empty(1, H, N_READ, D + E)
+        kept = multiplications(F.scaled_dot_product_attention, query, k, v)
+        expanded, absorbed = (
+            [multiplications(form, q, latents, None) for q in (query, prompt)]
+            for form in (attention.expanded, attention.absorbed)
+        )
+    rows = [
+        ("keys and values are cached", H * (D + E + D), kept, expanded[1]),
+        ("latents are cached and expanded", R + E, *expanded),
+        ("latents are cached, absorbed", R + E, *absorbed),
+    ]
+    print(f"One layer of DeepSeek-V3's sizes. A step after, and a prompt of, {N_READ:,} tokens:\n")
+    print(
+        table(
+            ["", "numbers a token", "multiplications: a step", "the prompt"],
+            [
+                (name, f"{numbers:,}", f"{step / 1e9:,.2f} billion", f"{whole / 1e9:,.0f} billion")
+                for name, numbers, step, whole in rows
+            ],
+        )
+    )
+
+
+def multiplications(form: Callable[..., Tensor], *given: Tensor | None) -> int:
+    """Return how many multiplications form(*given) takes; those of masked scores count, too."""
+    with FlopCounterMode(display=False) as counter:
+        form(*given)
+    return counter.get_total_flops() // 2  # a multiplication and an addition are 2
+
+
+def print_delta() -> None:
+    """Print what a matrix answers to two keys after each write, by both rules."""
+    total, state = torch.zeros(2, 1), torch.zeros(1, 1, 2, 1)
+    keep_all, write_all = torch.zeros(1, 1, 1, 1), torch.ones(1, 1, 1, 1)
+    rows = []
+    for name, number in WRITES:
+        k, v = KEYS[name], torch.tensor([[number]])
+        total = total + k.T @ v
+        _, state = delta_rule(
+            state, k[None, None], k[None, None], v[None, None], keep_all, write_all
+        )
+        answers = [key @ matrix for matrix in (total, state[0, 0]) for key in KEYS.values()]
+        rows.append([f"{name} -> {number:g}", *(f"{answer.item():.1f}" for answer in answers)])
+    print(table(["written", "sum: a", "sum: b", "delta rule: a", "delta rule: b"], rows))
+
+
+PARTS = {"forms": print_forms, "delta": print_delta}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=PARTS)
+    PARTS[parser.parse_args().part]()
+
+
+if __name__ == "__main__":
+    main()
