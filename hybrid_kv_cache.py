@@ -582,7 +582,8 @@ class Hybrid(Llama):
         self.init_weights()
         for name, parameter in self.named_parameters():  # what a small random number isn't good for
             if name.endswith("conv"):
-                nn.init.normal_(parameter, std=1 / math.sqrt(config.conv))
+                nn.init.zeros_(parameter)
+                parameter.data[..., -1] = 1  # at first, each token alone
             elif name.endswith(("sink", "log_speed")):
                 nn.init.zeros_(parameter)
             elif name.endswith("offset"):

@@ -174,10 +174,14 @@ def test_the_delta_rule_is_the_same_for_all_tokens_at_once(strength: float) -> N
     state, (q, k, v) = torch.randn(2, 3, 8, 8), torch.randn(3, 2, 3, 64, 8)
     k = torch.nn.functional.normalize(k, dim=-1)
     log_decay, write = -strength * torch.rand(2, 3, 64, 1), torch.rand(2, 3, 64, 1)
-    given = delta_rule_at_once(state, q, k, v, log_decay, write)
-    expected = delta_rule(state, q, k, v, log_decay, write)
-    for here, wanted in zip(given, expected, strict=True):
-        close(here, wanted, 1e-4)
+    given = [x.requires_grad_() for x in (state, q, k, v, log_decay, write)]
+    here, wanted = delta_rule_at_once(*given), delta_rule(*given)
+    # Trained in either form, a model becomes the same.
+    sums = [(read.sin().sum() + last.sin().sum()) for read, last in (here, wanted)]
+    here += torch.autograd.grad(sums[0], given)
+    wanted += torch.autograd.grad(sums[1], given)
+    for ours, theirs in zip(here, wanted, strict=True):
+        close(ours, theirs, 1e-4 if strength <= 10 else 1e-2)
 
 
 def test_long_texts_are_read_in_pieces_as_exactly_as_short_ones() -> None:
