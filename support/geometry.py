@@ -33,7 +33,10 @@ def can_go_back(config: Any) -> bool:
 
 
 def check_kinds(config: Any, limits: str, taken: Collection[str] = ()) -> None:
-    """Raise ValueError, which says what the limits are, if a layer isn't of a kind that is taken."""
-    for layer, kind in enumerate(layer_kinds(config)):
-        if kind not in taken:
-            raise ValueError(f"{limits}; layer {layer} of this model is a {kind} layer")
+    """Raise ValueError, which says what the limits are, if a layer isn't of a kind that is taken. It
+    names the first one, and a full layer only if there is no other."""
+    kinds = layer_kinds(config)
+    refused = [layer for layer, kind in enumerate(kinds) if kind not in taken]
+    if refused:
+        layer = min(refused, key=lambda layer: kinds[layer] == "full")
+        raise ValueError(f"{limits}; layer {layer} of this model is a {kinds[layer]} layer")

@@ -29,7 +29,7 @@ SUITES = {
     "gpt_bounded_cache": ["test_bounded_cache.py", "test_kv_cache.py", "test_examine.py"],
     "llama_kv_cache": ["test_llama.py", "test_examine.py"],
     "formats.configs": ["test_llama.py"],
-    "paged": ["test_paged.py"],
+    "paged": ["test_paged.py", "test_kinds_in_methods.py"],
     "speculate": ["test_speculate.py", "test_kinds_in_methods.py"],
     "compress": ["test_compress.py", "test_examine.py"],
     "formats.products": ["test_products.py", "test_load_gpt2_weights.py"],
