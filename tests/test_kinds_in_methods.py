@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+import compress
+from compress import CACHES, cache_for, layers_taken, read_in_pieces
 from gpt_kv_cache import generate
 from overfill import RefreshedPair
 from paged import PagedCache, serve
@@ -62,28 +64,54 @@ def test_texts_in_blocks_are_those_of_each_alone(kinds: tuple[str, ...]) -> None
         assert text == [int(token) for token in generate(model, torch.tensor([ids]), 24)]
 
 
+# --- Smaller caches -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", CACHES)
+def test_layers_that_keep_every_token_are_compressed_and_no_others(way: str) -> None:
+    for kinds in (("full", "window"), ("state", "full"), ("full", "latent")):
+        model, ids = hybrid(*kinds), IDS.repeat(1, 4)[:, :64]
+        cache, own = cache_for(way, model, 64), model.new_cache()
+        logits, exact = (read_in_pieces(model, each, ids, 8)[0] for each in (cache, own))
+        assert not CACHES[way].exact or torch.allclose(logits, exact, atol=1e-4)
+        taken = () if way == "full" else layers_taken(way, model)
+        for layer, (given, whole) in enumerate(zip(cache.layers, own.layers, strict=True)):
+            assert (given.nbytes != whole.nbytes) == (layer in taken)
+
+
+def test_a_comparison_says_which_layers_are_compressed(capsys: pytest.CaptureFixture) -> None:
+    compress.demo(hybrid("window", "latent"), [[*range(40)]], "", "")
+    shown = capsys.readouterr().out
+    assert "4 bits (layers 1)" in shown and "small norm" not in shown.split("Full attention")[0]
+
+
 # --- Refused --------------------------------------------------------------------------------------
 
 ALL, ONE = "one cache for all layers, not one for each", "KV blocks of one shape hold {} layers"
+SERVES = "the cache {} serves only {} layers"
 REFUSED = {
-    "blocks, latent": (("full", "latent"), ONE.format("full and window"), 1, PagedCache),
-    "blocks, state": (("latent", "state"), ONE.format("latent"), 1, PagedCache),
-    "a refresh": (("full", "window"), f"a refresh needs {ALL}", 1, RefreshedPair),
-    "a refresh, full": (("full", "full"), f"a refresh needs {ALL}", 0, RefreshedPair),
-    "summary tokens": (("state", "full"), f"summary tokens need {ALL}", 0, prefill),
+    "blocks, latent": (("full", "latent"), ONE.format("full and window"), 1),
+    "blocks, state": (("latent", "state"), ONE.format("latent"), 1),
+    "a refresh": (("full", "window"), f"a refresh needs {ALL}", 1),
+    "a refresh, full": (("full", "full"), f"a refresh needs {ALL}", 0),
+    "summaries": (("state", "full"), f"summary tokens need {ALL}", 0),
+    "bits:4": (("window", "state"), SERVES.format("bits:4", "full and latent"), 0),
+    "norm:half": (("latent", "state"), SERVES.format("norm:half", "full"), 0),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_the_layer_that_a_method_cannot_take_is_named_before_anything_is_done(case: str) -> None:
-    kinds, limits, layer, method = REFUSED[case]
+    kinds, limits, layer = REFUSED[case]
     model = hybrid(*kinds)
-    options = {
-        PagedCache: (10**12,),  # no memory is asked for
-        RefreshedPair: (model, IDS),
-        prefill: (IDS[0].tolist(),),
-    }
     model.register_forward_pre_hook(lambda *_: pytest.fail("the model reads"))
     says = f"^{limits}; layer {layer} of this model is a {kinds[layer]} layer$"
     with pytest.raises(ValueError, match=says):
-        method(model, *options[method])
+        if case in CACHES:
+            cache_for(case, model, 64)
+        elif case.startswith("blocks"):
+            PagedCache(model, 10**12)  # more than can be had
+        elif case == "summaries":
+            prefill(model, IDS[0].tolist())
+        else:
+            RefreshedPair(model, model, IDS)
