@@ -402,7 +402,8 @@ def layers_note(way: str, model: nn.Module) -> str:
     """Return which layers these are, or "" if they are all, since they share one cache."""
     if not layer_kinds(model.config):
         return ""
-    return f" (layers {', '.join(map(str, layers_taken(way, model)))})"
+    taken = [*map(str, layers_taken(way, model))]
+    return f" (layer{'s' * (len(taken) > 1)} {', '.join(taken)})"
 
 
 def cache_for(way: str, model: nn.Module, n_tokens: int) -> KVCache:

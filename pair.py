@@ -93,7 +93,7 @@ class Pair:
         self.new_teacher_cache = new_cache or teacher.new_cache
         self.new_student_cache = new_cache or student.new_cache
         self.same_geometry = not geometry_difference(teacher, student)
-        self.n_ctx = min(teacher.config.n_ctx, student.config.n_ctx)
+        self.n_ctx = min(teacher.context, student.context)
         self.cached_from = 0  # index in ids of the first cached token
         self.teacher_cache = self.new_teacher_cache()  # what the teacher has read
         self.student_cache = self.new_student_cache()  # the student extends it as it writes

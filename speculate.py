@@ -10,11 +10,10 @@ as much as a refresh after every burst of k (overfill.py), but nothing is approx
 own, token for token up to rounding; sampled text has the teacher's distribution, whatever the drafts are. The two
 need one tokenizer; their vocabularies may be padded to different sizes.
 
-A state can't be cut back, nor can a window that has evicted tokens (lecture 5). A teacher with such
-layers reads a draft with a copy of its cache. If a token is rejected, the copy goes, and the next
-pass reads the accepted tokens again, with fewer drafted ones: no pass reads more than k + 1 tokens.
-With drafts of 8, of whose tokens each is right with probability 0.8, that is 3.5 tokens a pass
-instead of 4.0.
+A state can't be cut back (lecture 5), nor can a BCT's memory or a window that has evicted tokens. A teacher that has
+one reads each draft with a copy of its cache. If a token is rejected, the copy is dropped, and the next pass reads the
+accepted tokens again, and fewer drafted ones: no pass reads more than k + 1 tokens. So such a teacher writes the same
+text in a few more passes.
 
 Shapes: k tokens of a draft, V vocabulary. One text at a time: several would agree at different lengths.
 
@@ -228,10 +227,10 @@ def speculate(
         raise ValueError(
             f"speculation takes drafts of at least 1 token and 1 text, got {k} and {len(pair.ids)}"
         )
-    if pair.n_ctx < pair.teacher.config.n_ctx:
+    if pair.n_ctx < pair.teacher.context:
         raise ValueError(
             f"the student's context of {pair.n_ctx} is shorter than the teacher's, "
-            f"{pair.teacher.config.n_ctx}"
+            f"{pair.teacher.context}"
         )
     to_probabilities = partial(probabilities, temperature=temperature, top_k=top_k)
 

@@ -28,8 +28,8 @@ def layer_kinds(config: Any) -> tuple[str, ...]:
 
 def can_go_back(config: Any) -> bool:
     """Return whether a model's cache can always forget its latest tokens. A window can't once it
-    has evicted what it would need, and a state never can."""
-    return {*layer_kinds(config)} <= {*KEEPS_EVERY_TOKEN}
+    has evicted what it would need, and a state or a BCT's memory never can."""
+    return {*layer_kinds(config)} <= {*KEEPS_EVERY_TOKEN} and not hasattr(config, "slots")
 
 
 def check_kinds(config: Any, limits: str, taken: Collection[str] = ()) -> None:

@@ -6,12 +6,14 @@ from torch import nn
 
 import compress
 from compress import CACHES, cache_for, layers_taken, read_in_pieces
+from gpt_bounded_cache import BCTConfig
 from gpt_kv_cache import generate
 from overfill import RefreshedPair
 from paged import PagedCache, serve
 from pair import Pair
 from projector import prefill
 from speculate import DraftCounts, draft_by_student, draft_from_text, speculate
+from tests.test_equivalence import model_of
 from tests.test_hybrid import hybrid
 
 MIXES = [("full", "full"), ("full", "latent"), ("full", "window"), ("state", "full")]
@@ -42,6 +44,12 @@ def test_verified_drafts_are_the_teachers_text_whatever_its_layers_keep(
         assert pair.same_geometry == (student is twin)
         assert 0 < counts.accepted < counts.drafted or student is another
     assert [*speculate(Pair(teacher, another, IDS), 40, 4, draft_from_text)] == text
+
+
+def test_drafts_leave_the_memory_of_a_bct() -> None:
+    teacher = model_of(BCTConfig(vocab_size=60, n_ctx=32, n_layer=2, n_head=2, n_embd=16))
+    text = [*generate(teacher, IDS, 30)]
+    assert [*speculate(Pair(teacher, teacher, IDS), 30, 4, draft_from_text)] == text
 
 
 def test_a_pass_over_a_rejected_draft_reads_no_more_than_another() -> None:
@@ -82,7 +90,7 @@ def test_layers_that_keep_every_token_are_compressed_and_no_others(way: str) -> 
 def test_a_comparison_says_which_layers_are_compressed(capsys: pytest.CaptureFixture) -> None:
     compress.demo(hybrid("window", "latent"), [[*range(40)]], "", "")
     shown = capsys.readouterr().out
-    assert "4 bits (layers 1)" in shown and "small norm" not in shown.split("Full attention")[0]
+    assert "4 bits (layer 1)" in shown and "small norm" not in shown.split("Full attention")[0]
 
 
 # --- Refused --------------------------------------------------------------------------------------
