@@ -247,8 +247,9 @@ def speculate(
             new = sample(pair.logits, temperature, top_k, generator)  # (1, 1)
         else:
             room = pair.cached_from + pair.n_ctx - text_length
-            n_unread = text_length - pair.cached_from - n_read  # at most k + 1
-            draft = drafter(pair, min(k + 1 - n_unread, left - 1, room), choose)
+            n_unread = text_length - pair.cached_from - n_read
+            most = max(0, k + 1 - n_unread)  # so that no pass reads more than k + 1
+            draft = drafter(pair, min(most, left - 1, room), choose)
             cache = cache_for_draft(pair.teacher, pair.teacher_cache)
             verified = verify_draft(pair, cache, draft, to_probabilities, generator)
             new = cut_after(verified, stop_ids)

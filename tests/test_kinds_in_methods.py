@@ -17,7 +17,6 @@ from tests.test_equivalence import model_of
 from tests.test_hybrid import hybrid
 
 MIXES = [("full", "full"), ("full", "latent"), ("full", "window"), ("state", "full")]
-every_mix = pytest.mark.parametrize("kinds", MIXES, ids="-".join)
 IDS = torch.arange(20)[None] * 7 % 60
 
 
@@ -31,7 +30,7 @@ def changed(model: nn.Module) -> nn.Module:
 # --- Drafts ---------------------------------------------------------------------------------------
 
 
-@every_mix
+@pytest.mark.parametrize("kinds", MIXES, ids="-".join)
 def test_verified_drafts_are_the_teachers_text_whatever_its_layers_keep(
     kinds: tuple[str, ...],
 ) -> None:
@@ -55,8 +54,9 @@ def test_drafts_leave_the_memory_of_a_bct() -> None:
 def test_a_pass_over_a_rejected_draft_reads_no_more_than_another() -> None:
     teacher, lengths = hybrid("state", "full"), []
     teacher.register_forward_pre_hook(lambda _, args: lengths.append(args[0].size(1)))
-    [*speculate(Pair(teacher, hybrid("window", "full"), IDS), 40, 4)]
-    assert lengths[0] == 20 and max(lengths[1:]) == 5
+    pair = Pair(teacher, hybrid("window", "full"), IDS)
+    written = [*speculate(pair, 30, 4), *speculate(pair, 10, 1, draft_from_text)]
+    assert lengths[0] == 20 and max(lengths[1:]) == 5 and len(written) == 40
 
 
 # --- Blocks ---------------------------------------------------------------------------------------
