@@ -28,10 +28,10 @@ NOT_IN_CACHES = ("vocab_size", "n_embd", "n_inner", "dropout", "tied", "q_rank")
 def geometry(config: Any) -> dict[str, Any]:
     """Return the settings that decide whether one model's keys and values fit another model. The
     heads counted are those of keys and values, which several query heads may share. Rotated keys
-    fit only a model that rotates them in the same way. Layers of different kinds depend on more
-    settings: all but those that no cache depends on."""
+    fit only a model that rotates them in the same way. What layers of different kinds keep, and a
+    BCT, depends on more settings: any may matter but those known not to."""
     more = {}
-    if layer_kinds(config):
+    if layer_kinds(config) or hasattr(config, "slots"):
         more = {name: x for name, x in vars(config).items() if name not in NOT_IN_CACHES}
     return more | {
         "n_layer": config.n_layer,

@@ -7,7 +7,7 @@ from torch import nn
 import compress
 from compress import CACHES, cache_for, layers_taken, read_in_pieces
 from gpt_bounded_cache import BCTConfig
-from gpt_kv_cache import generate
+from gpt_kv_cache import GPTConfig, generate
 from overfill import RefreshedPair
 from paged import PagedCache, serve
 from pair import Pair
@@ -46,9 +46,12 @@ def test_verified_drafts_are_the_teachers_text_whatever_its_layers_keep(
 
 
 def test_drafts_leave_the_memory_of_a_bct() -> None:
-    teacher = model_of(BCTConfig(vocab_size=60, n_ctx=32, n_layer=2, n_head=2, n_embd=16))
+    sizes = {"vocab_size": 60, "n_ctx": 50, "n_layer": 2, "n_head": 2, "n_embd": 16}
+    teacher, plain = model_of(BCTConfig(**sizes)), model_of(GPTConfig(**sizes))
     text = [*generate(teacher, IDS, 30)]
     assert [*speculate(Pair(teacher, teacher, IDS), 30, 4, draft_from_text)] == text
+    plain.context = teacher.context  # else it would forget earlier
+    assert [*speculate(Pair(teacher, plain, IDS), 25, 4)] == text[:25]
 
 
 def test_a_pass_over_a_rejected_draft_reads_no_more_than_another() -> None:
