@@ -2,7 +2,8 @@
 
 `python3 compress.py` reads texts with each cache and prints what it costs and how far the
 predictions are from full attention's, in seconds; `write` continues a prompt with one of them. Both
-take any GPT or Llama, such as `--model smollm2`.
+take any GPT or Llama, such as `--model smollm2`. Of a model with layers of different kinds (lecture
+5), they compress those that keep every token; windows and states stay as they are.
 
     QuantizedCache   rounds keys and values to 8, 4 or 2 bits, as KIVI does
     SmallNormCache   keeps the older tokens whose keys are shortest, as Devoto et al. do
@@ -33,6 +34,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,6 +46,7 @@ from tqdm import tqdm
 from gpt_bounded_cache import PreallocatedCache, SlidingWindowCache
 from gpt_kv_cache import KVCache, generate
 from support.files import read_text
+from support.geometry import KEEPS_EVERY_TOKEN, check_kinds, layer_kinds
 from support.prefix import common_prefix_length
 from support.printing import end_tokens_of, stream
 from support.statistics import kl
@@ -350,12 +353,14 @@ class SmallNormCache(CompressedCache):
 
 
 class CacheKind(NamedTuple):
-    """A kind of cache: its displayed name, a function that makes one for a text of n tokens, and
-    whether it is exact; if not, it approximates full attention."""
+    """A kind of cache: its displayed name, a function that makes one for a text of n tokens,
+    whether it is exact (if not, it approximates full attention), and the layers that it takes, if a
+    model has layers of different kinds."""
 
     name: str
     new_cache: Callable[[int], KVCache]
     exact: bool = False
+    takes: tuple[str, ...] = KEEPS_EVERY_TOKEN
 
 
 def small_norm_cache(n_tokens: int, divisor: int) -> SmallNormCache:
@@ -379,9 +384,42 @@ CACHES = {
     "sinks:quarter": CacheKind(
         "4 sinks, a quarter in all", lambda n: SlidingWindowCache(n // 4 - 5, sinks=4)
     ),
-    "norm:half": CacheKind("small norm, a half", lambda n: small_norm_cache(n, 2)),
-    "norm:quarter": CacheKind("small norm, a quarter", lambda n: small_norm_cache(n, 4)),
+    # Only full layers: a latent has no keys.
+    "norm:half": CacheKind("small norm, a half", lambda n: small_norm_cache(n, 2), takes=("full",)),
+    "norm:quarter": CacheKind(
+        "small norm, a quarter", lambda n: small_norm_cache(n, 4), takes=("full",)
+    ),
 }
+
+
+def layers_taken(way: str, model: nn.Module) -> list[int]:
+    """Return the layers of a model that have a cache of a kind in CACHES."""
+    kinds = layer_kinds(model.config) or ("full",) * model.config.n_layer
+    return [layer for layer, kind in enumerate(kinds) if kind in CACHES[way].takes]
+
+
+def layers_note(way: str, model: nn.Module) -> str:
+    """Return which layers these are, or "" if they are all, since they share one cache."""
+    if not layer_kinds(model.config):
+        return ""
+    taken = [*map(str, layers_taken(way, model))]
+    return f" (layer{'s' * (len(taken) > 1)} {', '.join(taken)})"
+
+
+def cache_for(way: str, model: nn.Module, n_tokens: int) -> KVCache:
+    """Return a cache of a kind in CACHES for a text of n tokens. If a model has layers of different
+    kinds, those that keep every token have such a cache each, and the others their own. Raises
+    ValueError if there is none to take."""
+    kind, taken = CACHES[way], layers_taken(way, model)
+    if not layer_kinds(model.config):
+        return kind.new_cache(n_tokens)
+    if not taken:
+        limits = f"the cache {way} serves only {' and '.join(kind.takes)} layers"
+        check_kinds(model.config, limits, kind.takes)
+    cache = model.new_cache()
+    for layer in taken:
+        cache.layers[layer] = kind.new_cache(n_tokens)
+    return cache
 
 
 @torch.no_grad()
@@ -418,7 +456,8 @@ def comparison_table(
     prompt, rest = ids.split([T // 2, T - T // 2], dim=1)
     rows, exact_logits = [], None
     # A warm-up: else the first cache pays for allocating memory, and takes twice the time.
-    read_in_pieces(caches[0][1], KVCache(), ids, max(1, T // 4))
+    _, model, new_cache = caches[0]
+    read_in_pieces(model, new_cache(T), ids, max(1, T // 4))
     with tqdm(total=len(caches) * rest.size(1), unit=" tokens", leave=False, delay=2) as bar:
         for name, model, new_cache in caches:
             cache = new_cache(T)
@@ -460,7 +499,12 @@ def demo(model: nn.Module, rows: list[list[int]], where: str, study: str) -> Non
     """Print a table of what all caches cost and lose on texts of equal length. where: what they
     are; study: the command that measures more."""
     ids = torch.tensor(rows, device=model.wte.weight.device)
-    caches = [(name, model, new_cache) for name, new_cache, _ in CACHES.values()]
+    cache_for("bits:4", model, ids.size(1))  # refuses a model if no layer keeps every token
+    caches = [
+        (kind.name + layers_note(way, model), model, partial(cache_for, way, model))
+        for way, kind in CACHES.items()
+        if layers_taken(way, model)
+    ]
     print(f"""\
 {where}, {len(rows)} x {ids.size(1)} tokens: the first half is read in one pass, the rest token by token.
 
@@ -469,6 +513,8 @@ def demo(model: nn.Module, rows: list[list[int]], where: str, study: str) -> Non
 Full attention is exact, wherever its memory comes from. Rounding approximates every
 old token; windows, sinks and small norms forget whole ones. KL is of the second half.
 The full study, with what each remembers: {study}""")
+    if layer_kinds(model.config):
+        print("Layers that a row doesn't name keep their own caches.")
 
 
 def write(
@@ -479,7 +525,7 @@ def write(
     n_tokens = ids.size(1) + args.max_new_tokens
     texts, bytes_a_token = {}, {}
     for way in dict.fromkeys([args.cache, "full"]):
-        cache = CACHES[way].new_cache(n_tokens)
+        cache = cache_for(way, model, n_tokens)
         generator = torch.Generator(args.device).manual_seed(args.seed)
         tokens = generate(
             model,
@@ -499,6 +545,8 @@ def write(
         # The last new token isn't read.
         bytes_a_token[way] = cache.nbytes / (ids.size(1) + len(texts[way]) - 1)
     written, exact = texts[args.cache], texts["full"]
+    if note := layers_note(args.cache, model):
+        print(f"[{CACHES[args.cache].name}{note}; other layers keep their own]")
     if CACHES[args.cache].exact:
         print("[exact: full attention]")
         return

@@ -42,6 +42,7 @@ from load_gpt2_weights import NAMES
 from pair import Pair, default_student, load_pair, splice_last
 from support.cli import WRITING, ByModel, CommandLine, study_command, whole_number
 from support.files import check_fields
+from support.geometry import check_kinds
 from support.printing import stream
 from support.statistics import entropy, kl
 from support.tables import table
@@ -70,10 +71,23 @@ class Reading(NamedTuple):
     logits: Tensor
 
 
+def check_pair(teacher: nn.Module, student: nn.Module) -> None:
+    """Raise ValueError if two models have different vocabularies, or a cache for each layer: what a
+    window has evicted and what a state has read can't be replaced."""
+    for model in (teacher, student):
+        check_kinds(model.config, "a refresh needs one cache for all layers, not one for each")
+    teacher_vocab, student_vocab = teacher.config.vocab_size, student.config.vocab_size
+    if teacher_vocab != student_vocab:
+        raise ValueError(
+            f"teacher and student must share a vocabulary, but have {teacher_vocab:,} and "
+            f"{student_vocab:,} tokens"
+        )
+
+
 class RefreshedPair(Pair):
     """A pair whose student writes, and whose teacher refreshes the student's cache. If their
-    geometries differ, a refresh leaves that cache as it is. Raises ValueError if the vocabularies
-    differ."""
+    geometries differ, a refresh leaves that cache as it is. Raises ValueError as check_pair()
+    does."""
 
     def __init__(
         self,
@@ -82,13 +96,8 @@ class RefreshedPair(Pair):
         ids: Tensor,
         new_cache: Callable[[], KVCache] = KVCache,
     ) -> None:
+        check_pair(teacher, student)
         super().__init__(teacher, student, ids, new_cache)
-        teacher_vocab, student_vocab = teacher.config.vocab_size, student.config.vocab_size
-        if teacher_vocab != student_vocab:
-            raise ValueError(
-                f"teacher and student must share a vocabulary, but have {teacher_vocab:,} and "
-                f"{student_vocab:,} tokens"
-            )
         self.newest_reading: Reading | None = None  # the teacher's, of the newest token
         self.written = 0  # tokens after the prompt that the student has read
         none = torch.zeros_like(ids[:, 0])  # (B,), the shape of each of these counts:
@@ -575,8 +584,10 @@ def demo(
     and how fast each writes a text.
 
     prompts: of equal length; study: the command that measures more. Raises ValueError if a prompt
-    and the new tokens exceed the context, or if there are fewer than 2 new tokens.
+    and the new tokens exceed the context, if there are fewer than 2 new tokens, or as check_pair()
+    does.
     """
+    check_pair(teacher, student)
     prompt_length = len(prompts[0])
     n_ctx = min(teacher.config.n_ctx, student.config.n_ctx)
     if not 2 <= new_tokens <= n_ctx - prompt_length:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt_kv_cache import check_options, context_start, keep_top_k, sample
-from support.geometry import kv_heads
+from support.geometry import check_kinds, kv_heads, layer_kinds
 from support.prefix import common_prefix_length
 
 FAR = 1 << 40  # a position that comes after that of every query
@@ -68,6 +68,18 @@ class PrefixEntry(NamedTuple):
     tokens: tuple[int, ...]
 
 
+def heads_in_blocks(config: Any) -> tuple[int, int]:
+    """Return how many heads each layer keeps of a token, and their size. A latent is kept as two
+    halves, like the key and value of one head. Raises ValueError if a layer keeps something else
+    than the first."""
+    kinds = layer_kinds(config)
+    taken = ("latent",) if kinds[:1] == ("latent",) else ("full", "window")
+    check_kinds(config, f"KV blocks of one shape hold {' and '.join(taken)} layers", taken)
+    if "latent" in kinds:
+        return 1, (config.kv_rank + config.rope_dim) // 2
+    return kv_heads(config), config.head_dim
+
+
 class PagedCache:
     """Keys and values of any number of texts, in N blocks of b tokens that are allocated once.
 
@@ -77,6 +89,9 @@ class PagedCache:
     end; -1 stands for the beginning of a text. A free block can be found until it is allocated
     again. Blocks that can't be found are allocated first, then those that have been free for
     longest.
+
+    A block belongs to all layers. So those with a window keep all tokens, too, and the mask hides
+    what the window lost. Raises ValueError if a layer keeps something else, or memory is short.
     """
 
     def __init__(self, model: nn.Module, n_blocks: int, block_size: int = 16) -> None:
@@ -84,7 +99,8 @@ class PagedCache:
             raise ValueError(f"{n_blocks} blocks of {block_size} tokens: must be at least 1 of 1")
         config, weight = model.config, model.wte.weight
         self.n_blocks, self.block_size = n_blocks, block_size
-        shape = (config.n_layer, 2, kv_heads(config), n_blocks, block_size, config.head_dim)
+        n_heads, head_size = heads_in_blocks(config)
+        shape = (config.n_layer, 2, n_heads, n_blocks, block_size, head_size)
         try:
             self.pool = weight.new_zeros(shape)
         except RuntimeError as error:
@@ -97,6 +113,9 @@ class PagedCache:
         self.children: list[dict[tuple[int, ...], int]] = [{} for _ in range(n_blocks + 1)]
         self.prefix_entries: list[PrefixEntry | None] = [None] * n_blocks
         self.gather_buffer = self.pool.new_empty(0)  # allocating memory in every layer is slow
+        kinds = enumerate(layer_kinds(config))
+        self.window_layers = {layer for layer, kind in kinds if kind == "window"}
+        self.window = config.window if self.window_layers else None  # tokens
 
     def allocate(self) -> int:
         """Take the next free block for a block table, and return its number."""
@@ -250,6 +269,9 @@ class Batch:
         self.pos = pos.to(device)
         # Added to the scores: a mask of True and False would be converted to that in every layer.
         self.mask = cache.pool.new_zeros(mask.shape).masked_fill_(~mask.to(device), -math.inf)
+        if cache.window is not None:
+            lost = slot_positions(tables, blocks, cache)[rows] <= pos[:, None] - cache.window
+            self.window_mask = (mask & ~lost).to(device)
         self.largest: list[Tensor] = []  # of each layer's new keys and values
 
     def __len__(self) -> int:
@@ -270,6 +292,9 @@ class Batch:
         self.largest.append(new.abs().amax())  # NaN if one of them is
         new = new.nan_to_num(0, 0, 0)  # 0 times what isn't finite would be NaN, in other texts too
         self.layers[layer].flatten(2, 3).index_copy_(2, self.slots, new)
+        if layer in self.cache.window_layers:
+            k, v = self.cache.gather(layer, self.blocks).split(1)
+            return k, v, self.window_mask
         if len(self.texts) == 1 and not len(self):
             return k, v, None  # all keys are new
         kv = self.cache.gather(layer, self.blocks)  # (2, H, S, D)

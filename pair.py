@@ -20,14 +20,20 @@ from torch import Tensor, nn
 from formats.names import split_twin
 from gpt_kv_cache import KVCache, context_start
 from load_gpt2_weights import load_model, load_tokenizer
-from support.geometry import kv_heads, rotary_settings
+from support.geometry import kv_heads, layer_kinds, rotary_settings
+
+NOT_IN_CACHES = ("vocab_size", "n_embd", "n_inner", "dropout", "tied", "q_rank")
 
 
 def geometry(config: Any) -> dict[str, Any]:
     """Return the settings that decide whether one model's keys and values fit another model. The
     heads counted are those of keys and values, which several query heads may share. Rotated keys
-    fit only a model that rotates them in the same way."""
-    return {
+    fit only a model that rotates them in the same way. What layers of different kinds keep, and a
+    BCT, depends on more settings: any may matter but those known not to."""
+    more = {}
+    if layer_kinds(config) or hasattr(config, "slots"):
+        more = {name: x for name, x in vars(config).items() if name not in NOT_IN_CACHES}
+    return more | {
         "n_layer": config.n_layer,
         "n_kv_head": kv_heads(config),
         "head_dim": config.head_dim,
@@ -40,9 +46,9 @@ def geometry_difference(teacher: nn.Module, student: nn.Module) -> str:
     """Return how the geometries of two models differ, "" if the cache of one fits the other."""
     needed, given = geometry(teacher.config), geometry(student.config)
     differences = []
-    for name in needed:
-        if needed[name] != given[name]:
-            differences.append(f"{name} {needed[name]} against {given[name]}")
+    for name in given | needed:
+        if needed.get(name) != given.get(name):
+            differences.append(f"{name} {needed.get(name)} against {given.get(name)}")
     return ", ".join(differences)
 
 
@@ -79,26 +85,29 @@ class Pair:
         teacher: nn.Module,
         student: nn.Module,
         ids: Tensor,
-        new_cache: Callable[[], KVCache] = KVCache,
+        new_cache: Callable[[], KVCache] | None = None,
     ) -> None:
-        """ids: prompts (B, T) of equal length."""
-        self.teacher, self.student, self.ids, self.new_cache = teacher, student, ids, new_cache
+        """ids: prompts (B, T) of equal length; new_cache: makes both caches, by default each
+        model's own."""
+        self.teacher, self.student, self.ids = teacher, student, ids
+        self.new_teacher_cache = new_cache or teacher.new_cache
+        self.new_student_cache = new_cache or student.new_cache
         self.same_geometry = not geometry_difference(teacher, student)
-        self.n_ctx = min(teacher.config.n_ctx, student.config.n_ctx)
+        self.n_ctx = min(teacher.context, student.context)
         self.cached_from = 0  # index in ids of the first cached token
-        self.teacher_cache = new_cache()  # what the teacher has read
-        self.student_cache = new_cache()  # the student extends it as it writes
+        self.teacher_cache = self.new_teacher_cache()  # what the teacher has read
+        self.student_cache = self.new_student_cache()  # the student extends it as it writes
         self.logits = torch.empty(0)  # (B, V) of the next token, by the model that read last
 
     def prefill(self) -> None:
         """Let the teacher read the part of the text that is in the context, and hand its cache over
         to the student."""
         self.cached_from = context_start(self.ids.size(1), self.n_ctx)
-        self.teacher_cache, self.student_cache = self.new_cache(), self.new_cache()
+        self.teacher_cache, self.student_cache = self.new_teacher_cache(), self.new_student_cache()
         logits = self.teacher(self.ids[:, self.cached_from :], self.teacher_cache, last_only=True)
         self.logits = logits[:, -1]
         if self.same_geometry:
-            self.copy_teacher_cache(0)
+            self.student_cache = self.teacher_cache.clone()
         else:
             self.student(self.unread_by_student(), self.student_cache, last_only=True)
 
@@ -107,15 +116,6 @@ class Pair:
         padded to fewer ids, is replaced by its last id."""
         unread = self.ids[:, self.cached_from + len(self.student_cache) :]
         return unread.clamp(max=self.student.config.vocab_size - 1)
-
-    def copy_teacher_cache(self, first: int) -> None:
-        """Replace the student's cache, from index `first` on, by a copy of the teacher's."""
-        self.student_cache.truncate(first)
-        pos = self.teacher_cache.pos[first:]
-        for layer, kv in enumerate(self.teacher_cache.layers):
-            k, v = kv[..., first : len(self.teacher_cache), :]
-            self.student_cache.append(layer, k, v, pos)
-        self.student_cache.commit(pos)
 
     @property
     def nbytes(self) -> int:

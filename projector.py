@@ -60,7 +60,7 @@ from support.cli import CommandLine, utf8
 from support.encoders import PairEncoder
 from support.files import read_json, write_atomically, write_json
 from support.fingerprints import fingerprint, raw_bytes
-from support.geometry import kv_heads, rotary_settings
+from support.geometry import check_kinds, kv_heads, rotary_settings
 from support.regression import ridge
 from support.statistics import kl
 from support.tables import table
@@ -72,6 +72,7 @@ START_PENALTY = 1e-2  # of the ridge regression on segment means from which L-BF
 shared_beginning = os.path.commonprefix  # of texts or lists, element by element
 # What a thread of low priority begins with, on systems where each thread has a priority of its own:
 LOWER_PRIORITY = partial(os.nice, 10) if sys.platform == "linux" else None
+ONE_CACHE = "summary tokens need one cache for all layers, not one for each"
 MIN_SCALE = 1e-2  # of a feature, over the mean scale: near-constant ones aren't blown up
 
 
@@ -108,7 +109,8 @@ class Prefill:
 @torch.no_grad()
 def prefill(model: nn.Module, ids: Sequence[int]) -> Prefill:
     """Run a prompt through the model exactly, and record the data that both stages are fitted
-    on."""
+    on. Raises ValueError if its layers have caches of their own."""
+    check_kinds(model.config, ONE_CACHE)
     # The first input of each layer's attention, the queries (1, H, T, D), then of ln_f (1, 1, C).
     inputs: list[Tensor] = []
     modules = [*(block.attn for block in model.h), model.ln_f]
@@ -446,6 +448,7 @@ class Library:
 
     def __post_init__(self) -> None:
         """Embed the texts, find the names in them, and count these."""
+        check_kinds(self.model.config, ONE_CACHE)
         if len(self.texts) != len(self.summaries):
             raise ValueError(f"{len(self.texts)} texts, {len(self.summaries)} summaries: no match")
         self.embeddings = self.encoder([text[self.shared_chars :] for text in self.texts])
@@ -513,6 +516,7 @@ class Library:
     def load(cls, model: nn.Module, tokenizer: tiktoken.Encoding, folder: Path) -> Library:
         """Return the library in a folder. Raises FileNotFoundError if there is none, ValueError
         if it isn't one, has changed since it was saved, or was made with another model."""
+        check_kinds(model.config, ONE_CACHE)
         description = read_json(folder / "library.json", checksum=int)
         tensors = read_weights(folder / "library.safetensors")
         saved_checksum = description.pop("checksum")

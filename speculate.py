@@ -10,6 +10,11 @@ as much as a refresh after every burst of k (overfill.py), but nothing is approx
 own, token for token up to rounding; sampled text has the teacher's distribution, whatever the drafts are. The two
 need one tokenizer; their vocabularies may be padded to different sizes.
 
+A state can't be cut back (lecture 5), nor can a BCT's memory or a window that has evicted tokens. A teacher that has
+one reads each draft with a copy of its cache. If a token is rejected, the copy is dropped, and the next pass reads the
+accepted tokens again, and fewer drafted ones: no pass reads more than k + 1 tokens. So such a teacher writes the same
+text in a few more passes.
+
 Shapes: k tokens of a draft, V vocabulary. One text at a time: several would agree at different lengths.
 
 Source: Leviathan, Kalman and Matias 2023, "Fast Inference from Transformers via Speculative Decoding"; Saxena 2023,
@@ -41,6 +46,7 @@ from gpt_kv_cache import (
     sample,
 )
 from pair import Pair, default_student, load_pair
+from support.geometry import can_go_back
 from support.printing import end_tokens_of, stream
 from support.tables import table
 from support.texts import read_prompts_of_kind
@@ -63,10 +69,12 @@ Drafter = Callable[[Pair, int, Choose], Draft]
 def draft_by_student(pair: Pair, k: int, choose: Choose) -> Draft:
     """Let the student write k tokens, of those that both vocabularies have."""
     unread, vocab_size = pair.unread_by_student(), pair.teacher.config.vocab_size
-    tokens = [pair.ids[:, :0]]
+    cache, tokens = pair.student_cache, [pair.ids[:, :0]]
     distributions = [torch.empty(0, vocab_size)]
-    for _ in range(k):
-        logits = pair.student(unread, pair.student_cache, last_only=True)[:, -1, :vocab_size]
+    for i in range(k):
+        if i == 1:  # so far, it has read the text
+            cache = cache_for_draft(pair.student, cache)
+        logits = pair.student(unread, cache, last_only=True)[:, -1, :vocab_size]
         token, distribution = choose(logits)
         unread = token.to(pair.ids.device)
         tokens.append(unread)
@@ -135,15 +143,17 @@ def accept_draft(
 
 def verify_draft(
     pair: Pair,
+    cache: KVCache,
     draft: Draft,
     to_probabilities: Callable[[Tensor], Tensor],
     generator: torch.Generator | None,
 ) -> Tensor:
-    """Let the teacher read a draft in one pass; return the tokens (1, accepted + 1) to append to
-    the text: the accepted tokens of the draft, and one of the teacher's own."""
-    unread = pair.ids[:, pair.cached_from + len(pair.teacher_cache) :]
-    logits = pair.teacher(torch.cat([unread, draft.tokens], 1), pair.teacher_cache)[0]  # (k + 1, V)
-    p = to_probabilities(logits)
+    """Let the teacher read a draft in one pass, with the cache that it has or a copy; return the
+    tokens (1, accepted + 1) to append to the text: the accepted tokens of the draft, and one of the
+    teacher's own."""
+    unread = pair.ids[:, pair.cached_from + len(cache) :]
+    logits = pair.teacher(torch.cat([unread, draft.tokens], 1), cache)[0]
+    p = to_probabilities(logits[-1 - draft.tokens.size(1) :])  # (k + 1, V)
     accepted, token = accept_draft(p, draft.distributions, draft.tokens[0].cpu(), generator)
     return torch.cat([draft.tokens[:, :accepted], token[None].to(unread.device)], 1)
 
@@ -156,12 +166,27 @@ def cut_after(tokens: Tensor, stop_ids: Collection[int]) -> Tensor:
     return tokens
 
 
-def cut_caches(pair: Pair, length: int, first_new: int) -> None:
-    """Keep the first `length` tokens in both caches. If the teacher's cache fits the student, its
-    entries replace the student's from index first_new on."""
-    pair.teacher_cache.truncate(length)
+def cache_for_draft(model: torch.nn.Module, cache: KVCache) -> KVCache:
+    """Return what reads tokens that may be rejected: this cache if it can forget them, else a
+    copy."""
+    return cache if can_go_back(model.config) else cache.clone()
+
+
+def cut_caches(pair: Pair, cache: KVCache, length: int) -> None:
+    """Keep the first `length` tokens in both caches. If the teacher's fits the student, a copy
+    replaces the student's.
+
+    cache: the one that the teacher has read a draft with. If it can't forget the rejected tokens,
+    the pair's stays as it was before the draft, and the accepted tokens are unread again.
+    """
+    try:
+        cache.truncate(length)
+        pair.teacher_cache = cache
+    except ValueError:
+        if cache is pair.teacher_cache:
+            raise
     if pair.same_geometry:
-        pair.copy_teacher_cache(first_new)
+        pair.student_cache = pair.teacher_cache.clone()
     else:
         pair.student_cache.truncate(min(len(pair.student_cache), length))
 
@@ -202,10 +227,10 @@ def speculate(
         raise ValueError(
             f"speculation takes drafts of at least 1 token and 1 text, got {k} and {len(pair.ids)}"
         )
-    if pair.n_ctx < pair.teacher.config.n_ctx:
+    if pair.n_ctx < pair.teacher.context:
         raise ValueError(
             f"the student's context of {pair.n_ctx} is shorter than the teacher's, "
-            f"{pair.teacher.config.n_ctx}"
+            f"{pair.teacher.context}"
         )
     to_probabilities = partial(probabilities, temperature=temperature, top_k=top_k)
 
@@ -216,16 +241,19 @@ def speculate(
     counts = counts or DraftCounts()
     left = max_new_tokens
     while left > 0:
-        text_length, first_new = pair.ids.size(1), len(pair.teacher_cache)
-        if first_new == 0 or context_start(text_length, pair.n_ctx) > pair.cached_from:
+        text_length, n_read = pair.ids.size(1), len(pair.teacher_cache)
+        if n_read == 0 or context_start(text_length, pair.n_ctx) > pair.cached_from:
             pair.prefill()
             new = sample(pair.logits, temperature, top_k, generator)  # (1, 1)
         else:
             room = pair.cached_from + pair.n_ctx - text_length
-            draft = drafter(pair, min(k, left - 1, room), choose)
-            verified = verify_draft(pair, draft, to_probabilities, generator)
+            n_unread = text_length - pair.cached_from - n_read
+            most = max(0, k + 1 - n_unread)  # so that no pass reads more than k + 1
+            draft = drafter(pair, min(most, left - 1, room), choose)
+            cache = cache_for_draft(pair.teacher, pair.teacher_cache)
+            verified = verify_draft(pair, cache, draft, to_probabilities, generator)
             new = cut_after(verified, stop_ids)
-            cut_caches(pair, text_length + new.size(1) - 1 - pair.cached_from, first_new)
+            cut_caches(pair, cache, text_length + new.size(1) - 1 - pair.cached_from)
             counts.passes += 1
             counts.drafted += draft.tokens.size(1)
             counts.accepted += min(verified.size(1) - 1, new.size(1))

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from formats.chat import encode_fact_question, encode_prompt
 from gpt_bounded_cache import SlidingWindowCache
-from gpt_kv_cache import GPT, KVCache, generate
+from gpt_kv_cache import GPT, generate
 from paged import PagedCache, Server
 from recycle import DATA, read_prompts
+from support.geometry import layer_kinds
 from support.tables import table
 from support.texts import (
     read_prompts_of_kind,
@@ -90,7 +91,7 @@ def one_at_a_time(model: GPT, prompts: Sequence[list[int]], limits: Sequence[int
     """Serve the prompts one after the other, with limits[i] tokens after prompt i."""
     texts, held_bytes = [], 0
     for ids, n in zip(prompts, limits, strict=True):
-        cache = KVCache()
+        cache = model.new_cache()
         tokens = generate(
             model, torch.tensor([ids], device=model.wte.weight.device), n, cache=cache
         )
@@ -265,8 +266,12 @@ def demo(
             server.add(ids, limit)
         return server
 
-    if n_blocks:
-        new_server(n_blocks)  # too few are refused before anything takes time
+    needed = [
+        -(-(length + limit - 1) // block_size)
+        for length, limit in zip(lengths, limits, strict=True)
+    ]
+    budget = sum(needed)
+    new_server(n_blocks or budget)  # what can't be is refused before anything takes time
     rows, all_texts = [], []
 
     def add_row(name: str, seconds: float, served: Served, *counts: object) -> None:
@@ -275,13 +280,11 @@ def demo(
         same = "yes" if served.texts == all_texts[0] else "NO"
         rows.append([name, *(f"{figure:,.0f}" for figure in figures), *map(str, counts), same])
 
-    for name, serve in (("one at a time", one_at_a_time), ("a padded batch", padded_batch)):
+    ways = {"one at a time": one_at_a_time}
+    if not layer_kinds(model.config):  # else, no cache for all layers serves it
+        ways["a padded batch"] = padded_batch
+    for name, serve in ways.items():
         add_row(name, *faster_of_two(partial(serve, model, prompts, limits)), "-", "-", "-")
-    needed = [
-        -(-(length + limit - 1) // block_size)
-        for length, limit in zip(lengths, limits, strict=True)
-    ]
-    budget = sum(needed)
     for name in ("blocks for all", "few blocks"):
         seconds, record = faster_of_two(lambda budget=budget: ServingRecord(new_server(budget)))
         budget = n_blocks or max(*needed, record.used_blocks // 2)  # of the last row

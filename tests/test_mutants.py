@@ -30,8 +30,8 @@ SUITES = {
     "llama_kv_cache": ["test_llama.py", "test_examine.py"],
     "formats.configs": ["test_llama.py"],
     "formats.tensors": ["test_hybrid_files.py"],
-    "paged": ["test_paged.py"],
-    "speculate": ["test_speculate.py"],
+    "paged": ["test_paged.py", "test_kinds_in_methods.py"],
+    "speculate": ["test_speculate.py", "test_kinds_in_methods.py"],
     "compress": ["test_compress.py", "test_examine.py"],
     "formats.products": ["test_products.py", "test_load_gpt2_weights.py"],
 }

@@ -588,6 +588,7 @@ def measure(rows: Rows, args: argparse.Namespace) -> None:
         modes = modes[:1]
     for training, (name, ways) in students.items():
         teacher, student, _ = load_pair(args.model, name, device=args.device, dtype=args.dtype)
+        overfill.check_pair(teacher, student)
         room = min(teacher.config.n_ctx, student.config.n_ctx) - new_tokens
         prompts = load_prompts(args.model, tokenizer, path, prompt_count, room, args.chat)
         prompts = {split: ids.to(args.device) for split, ids in prompts.items()}
