@@ -88,7 +88,7 @@ WHERE parent = ? AND start = ? AND first = ?
 # The checkpoints of a run, within its first tokens.
 CHECKPOINT = """
 SELECT run, parent, start, nbytes, checksum, ids FROM runs
-WHERE parent = ? AND start <= ? AND first = -1 AND ids = x'' ORDER BY start DESC
+WHERE parent = ? AND start <= ? AND first = -1 ORDER BY start DESC
 """
 # A call marks all runs of a text with its number. So a run's mark is never older than those of the
 # runs that continue it, and of the runs with the same mark, none continues the last.
@@ -444,11 +444,12 @@ class Store:
         if not self.needs_checkpoints:
             return path
         for i, (run, matched) in reversed([*enumerate(path)]):
-            row = self._index.execute(CHECKPOINT, (run.number, matched)).fetchone()
-            if row is not None:
+            for row in self._index.execute(CHECKPOINT, (run.number, matched)).fetchall():
                 checkpoint = StoredRun(*row)
-                ending = [MatchedRun(run, checkpoint.start), MatchedRun(checkpoint, 0)]
-                return path[:i] + ending
+                if checkpoint.ids == b"":
+                    ending = [MatchedRun(run, checkpoint.start), MatchedRun(checkpoint, 0)]
+                    return path[:i] + ending
+                self._delete_damaged(checkpoint, "a checkpoint has no ids")
         return []
 
     def _read_run(self, run: StoredRun) -> np.ndarray | None:
