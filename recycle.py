@@ -9,9 +9,9 @@ in memory, and finds the longest stored prefix of a prompt.
 
 A window or a state (hybrid_kv_cache.py) can't be cut where a new prompt departs: the window has
 evicted the tokens before that point, and the state has those after it in the same matrix. A text can
-go on only from a checkpoint of such layers. So the reader stores one every MARK_TOKENS tokens, at the
-end of a prompt and at the end of a text; all tokens after the last that a new prompt shares are read
-again.
+go on only from a checkpoint of such layers. Checkpoints are stored every MARK_TOKENS tokens of a
+prompt, at its end and at the end of the text; what follows the last one that a new prompt shares is
+read again.
 
 Shapes: N texts, C numbers of an embedding, T tokens, k tokens of a stored prompt.
 
@@ -73,6 +73,13 @@ def prefilled_cache(model: nn.Module, ids: Sequence[int], cache: KVCache | None 
     with torch.no_grad():
         model(unread, cache, last_only=True)
     return cache
+
+
+def check_one_cache(cache: KVCache, user: str) -> None:
+    """Raise ValueError if each layer has a cache of its own, with its own positions and slots."""
+    if any(hasattr(layer, "layers") for layer in cache.layers):
+        each = f"{len(cache.layers)}, one for each"
+        raise ValueError(f"{user} needs one cache for all layers, this model has {each}")
 
 
 def read_to_checkpoints(store: Store, ids: Sequence[int], cache: KVCache) -> None:
@@ -187,15 +194,6 @@ class Recycler:
         return self.store.model.new_cache()
 
 
-def check_published(cache: KVCache) -> None:
-    """Raise ValueError if each layer has a cache, with positions, of its own."""
-    if any(hasattr(layer, "layers") for layer in cache.layers):
-        raise ValueError(
-            "the published call sets the positions of one cache for all layers, this model has "
-            f"{len(cache.layers)} caches, one for each layer: only `chat` takes it"
-        )
-
-
 @torch.no_grad()
 def generate_as_published(
     model: nn.Module,
@@ -214,7 +212,7 @@ def generate_as_published(
     sees a text with a hole, at positions that it has used before. For comparison only. Changes the
     cache. Raises ValueError if each layer has a cache of its own.
     """
-    check_published(cache)
+    check_one_cache(cache, "the published call")
     k, T = len(cache), new_ids.size(1)
     fed = new_ids[:, min(k, T - 1) :]
     first_pos = T - fed.size(1)  # of the first token fed
@@ -355,7 +353,7 @@ def demo(
     Raises ValueError if a prompt leaves no room for the answer, or each layer of the model has a cache
     of its own.
     """
-    check_published(recycler.store.model.new_cache())
+    check_one_cache(recycler.store.model.new_cache(), "the published call")
     long_beginning = "\n".join(stored)
     prompts = [*tests, f"{long_beginning}\n{tests[0]}"]
     lengths = prompt_lengths(recycler, prompts, max_new_tokens)
@@ -761,6 +759,8 @@ def main(argv: list[str] | None = None) -> None:
                     with_figures=args.figures,
                 )
         form = conversation_form(args.model, tokenizer, args.system)
+        if args.trace:
+            check_one_cache(model.new_cache(), "--trace")
         store = Store(model, None if args.fresh else args.store, args.capacity)
         no_ids = torch.empty(1, 0, dtype=torch.long)
         trace = Trace(args.trace, tokenizer, model, no_ids) if args.trace else None

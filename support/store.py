@@ -145,14 +145,15 @@ class Store:
     can't be written to, or the disk is full, there is one warning, and the folder is only read.
     Files are memory-mapped, so nobody may change one in place while it is in use.
 
-    needs_checkpoints: whether a layer doesn't keep every token. If so, runs hold the other layers'
-    keys and values, and each put() adds a checkpoint at the end of its text, a run of no tokens
-    with a file and a checksum of its own; a cache from get() ends at a checkpoint.
+    needs_checkpoints: whether a layer doesn't keep every token; the model is run on one token to see
+    that. If so, runs hold the other layers' keys and values, and each put() adds a checkpoint at the
+    end of its text: a run of no tokens, with a file and a checksum of its own. Then get() returns a
+    cache that ends at a checkpoint.
 
     capacity: the most bytes that this model's files may take, unfinished ones included; the index,
     some 100 bytes a run and 4 bytes a token, isn't counted. The least recently used run that no
     other run continues is deleted first; then put() stores as much as fits, or nothing if a text
-    and its checkpoint can't fit.
+    and its checkpoint exceed the capacity.
 
     Each model has a folder of its own, named after its fingerprint(): class, configuration,
     parameters and buffers. identity: names what else the keys and values depend on, such as a hook
@@ -176,14 +177,13 @@ class Store:
         self._identity = fingerprint(model, identity)
         self._versions = model_versions(model)
         self._check_model()
-        # Of a single token: it shows what this model's caches hold.
-        self._sample = model.new_cache()
+        self._sample = model.new_cache()  # of one token: it shows what this model's caches hold
         with torch.no_grad():
             token = torch.zeros(1, 1, dtype=torch.long, device=self._device)
             model(token, self._sample, last_only=True)
         tensors = held_tensors(self._sample)
-        # Whether a tensor has a row for each token, (2, 1, H, S, D): so it has one now. A ring has
-        # more slots.
+        # Whether a tensor has a row for each token, (2, 1, H, S, D): it has a single one now, and a
+        # ring has more slots.
         self._has_rows = [tensor.dim() == 5 and tensor.size(3) == 1 for tensor in tensors]
         self._token_bytes = sum(kv.nbytes for kv in self._split(tensors)[0])
         self.needs_checkpoints = not all(self._has_rows)
@@ -235,12 +235,12 @@ class Store:
         self._check_model()
         n = len(cache)
         if n == 0:
-            return
+            return  # nothing has been read
         ids = ids[:n]
         rows, others = self._split(first_rows(tensor, n) for tensor in held_tensors(cache))
         checkpoint = packed(others)
         if others and n * self._token_bytes + checkpoint.nbytes > self.capacity:
-            return
+            return  # a part would be of no use
         with self._transaction():  # its own: files are deleted after their rows
             self._make_room(ids, checkpoint.nbytes)
         with self._transaction():
@@ -615,8 +615,9 @@ def first_rows(tensor: Tensor, n: int) -> Tensor:
 
 
 def shapes(cache: Any, n: int) -> list[tuple]:
-    """Return the shape and dtype of what a cache holds of n tokens."""
-    return [(*first_rows(held, n).shape, held.dtype) for held in held_tensors(cache) if n]
+    """Return the shapes and dtypes of what a cache holds of n tokens."""
+    tensors = held_tensors(cache) if n > 0 else []
+    return [(*first_rows(tensor, n).shape, tensor.dtype) for tensor in tensors]
 
 
 def mapped(path: Path) -> np.ndarray:

@@ -248,7 +248,7 @@ def test_published_call_writes_what_transformers_4_45_2_wrote(pocket: GPT) -> No
 def test_the_published_call_needs_one_cache_for_all_layers() -> None:
     model = hybrid(*ALL_FOUR)
     cache = prefilled_cache(model, [1, 2])
-    with pytest.raises(ValueError, match="this model has 4 caches, one for each layer"):
+    with pytest.raises(ValueError, match="one cache for all layers, this model has 4"):
         next(generate_as_published(model, torch.tensor([[1, 2, 3]]), cache, 1))
 
 
