@@ -94,7 +94,7 @@ def read_to_checkpoints(store: Store, ids: Sequence[int], cache: KVCache) -> Non
 
 def recycle(store: Store, ids: Tensor, max_new_tokens: int, **options: object) -> Iterator[Tensor]:
     """Yield the tokens that generate() yields after ids (1, T) with the store's model, but read
-    only the tokens that the store doesn't hold, and store what was read.
+    only the tokens after those that the store gives, and store what was read.
 
     The tokens are those of a run without the store, up to ties that rounding decides. Raises
     ValueError as generate() does.

@@ -476,10 +476,9 @@ class Store:
         """Delete runs until the part of ids that isn't stored yet fits, and its checkpoint."""
         self._delete_files()
         path = self._matching_runs(ids)
-        reusable = self._up_to_checkpoint(path)
-        self._mark_used([*path, *reusable[-1:]])
+        self._mark_used(path)
         missing_bytes = (len(ids) - matched_tokens(path)) * self._token_bytes
-        if matched_tokens(reusable) < len(ids):
+        if matched_tokens(self._up_to_checkpoint(path)) < len(ids):
             missing_bytes += checkpoint_bytes
         self._evict_until(self.capacity - missing_bytes)
 

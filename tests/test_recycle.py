@@ -83,6 +83,7 @@ def test_what_was_read_is_stored_past_the_context_and_if_nobody_wants_the_rest(k
 MIXES = [("full",) * 2, ("full", "latent"), ("full", "window"), ("state", "full"), ("state",)]
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("kinds", [*MIXES, ALL_FOUR], ids="-".join)
 def test_layers_that_keep_less_go_on_from_the_last_checkpoint(
     kinds: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -100,6 +101,7 @@ def test_layers_that_keep_less_go_on_from_the_last_checkpoint(
         assert len(Store(model, tmp_path).get([*other, 0])) == reused
         row, n = torch.tensor([other]), 3 if shared < 34 else 20  # also past n_ctx = 48
         assert written(recycle(store, row, n)) == written(generate(model, row, n))
+    assert written(recycle(store, prompt, 5)) == text[30:], "what is stored isn't stored again"
 
 
 SUSPENDED = """
@@ -482,10 +484,12 @@ def test_a_turn_of_a_dialogue_ends_with_the_end_of_text(pocket: GPT, capsys) -> 
 def test_a_conversation_goes_on_from_the_last_answers_checkpoint(capsys) -> None:
     tokenizer = load_tokenizer("pocket")
     store = Store(hybrid(*ALL_FOUR, vocab_size=tokenizer.n_vocab, n_ctx=512))
-    Conversation(store, tokenizer, 5).chat(["Who?", "Where?", "When does it end?"])
+    for questions in (["Who?", "Where?", "When does it end?"], ["Who?"]):
+        Conversation(store, tokenizer, 5).chat(questions)
     turns = re.findall(r"reused (\d+) of (\d+) t", capsys.readouterr().out)
-    (none, first), (second, then), (third, _) = [(int(k), int(n)) for k, n in turns]
+    (none, first), (second, then), (third, _), (again, _) = [(int(k), int(n)) for k, n in turns]
     assert none == 0 and second == first + 4 and third == then + 4  # an answer has 5, 4 are read
+    assert again == first - 1, "a question's last token has to be fed"
 
 
 def test_a_special_token_that_is_typed_is_text(pocket: GPT) -> None:

@@ -309,9 +309,9 @@ def test_not_even_an_unfinished_file_exceeds_the_capacity(
     monkeypatch.setattr(Path, "write_bytes", written)
     for ids in texts(2, 60, low=3):
         put(store, ids)
-        kept += found(store, ids)
+        kept += found(store, ids) == len(ids)
         assert taken(tmp_path) == store.nbytes <= capacity
-    assert peak <= capacity and (kept > 0) == (largest > 0)
+    assert peak <= capacity and (kept > 15) == (largest > 0)
     assert not peak or peak > capacity - largest, "the capacity is used"
     put(Store(tiny, tmp_path, capacity / 2), ids)
     assert taken(tmp_path) <= capacity / 2
