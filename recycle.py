@@ -7,6 +7,12 @@ The keys and values of a token depend only on the tokens up to it. The keys and 
 prefix are therefore valid in every text that begins with it. support/store.py keeps them, on disk or
 in memory, and finds the longest stored prefix of a prompt.
 
+A window or a state (hybrid_kv_cache.py) can't be cut where a new prompt departs: the window has
+evicted the tokens before that point, and the state has those after it in the same matrix. A text can
+go on only from a checkpoint of such layers. Checkpoints are stored every MARK_TOKENS tokens of a
+prompt, at its end and at the end of the text; what follows the last one that a new prompt shares is
+read again.
+
 Shapes: N texts, C numbers of an embedding, T tokens, k tokens of a stored prompt.
 
 Source: Pandey, "KV Cache Recycling to Expand Usable Context Capacity in Low Parameter LLMs".
@@ -53,22 +59,42 @@ from support.timing import TimedText, run_in_turns, time_call, time_text
 from support.tracing import Trace
 
 DATA = Path(__file__).resolve().parent / "data"
+MARK_TOKENS = 256  # of a prompt, between the checkpoints of layers that don't keep every token
 # For models without a form of their own: an answer ends with its line.
 LINES = ChatForm("Question: {}\nAnswer:", "Question: {}\nAnswer:")
 DIALOGUE = ChatForm(f"{{}}{END_OF_TEXT}", f"{END_OF_TEXT}{{}}{END_OF_TEXT}")  # DialoGPT's
 
 
-def prefilled_cache(model: nn.Module, ids: Sequence[int]) -> KVCache:
-    """Return the cache of a text after one forward pass."""
-    cache = model.new_cache()
+def prefilled_cache(model: nn.Module, ids: Sequence[int], cache: KVCache | None = None) -> KVCache:
+    """Return the cache of a text after one forward pass. cache: one of its beginning, which is
+    extended; None: a new one."""
+    cache = model.new_cache() if cache is None else cache
+    unread = torch.tensor([ids[len(cache) :]], device=model.wte.weight.device)
     with torch.no_grad():
-        model(torch.tensor([ids], device=model.wte.weight.device), cache, last_only=True)
+        model(unread, cache, last_only=True)
     return cache
+
+
+def check_one_cache(cache: KVCache, user: str) -> None:
+    """Raise ValueError if each layer has a cache of its own, with its own positions and slots."""
+    if any(hasattr(layer, "layers") for layer in cache.layers):
+        each = f"{len(cache.layers)}, one for each"
+        raise ValueError(f"{user} needs one cache for all layers, this model has {each}")
+
+
+def read_to_checkpoints(store: Store, ids: Sequence[int], cache: KVCache) -> None:
+    """Extend the cache of a prompt's beginning to all but the prompt's last token, and store a
+    checkpoint every MARK_TOKENS tokens and at the end. If all layers keep every token, do nothing:
+    a later prompt can go on from any of them."""
+    if store.needs_checkpoints:
+        for end in [*range(MARK_TOKENS, len(ids) - 1, MARK_TOKENS), len(ids) - 1]:
+            if end > len(cache):
+                store.put(ids[:end], prefilled_cache(store.model, ids[:end], cache))
 
 
 def recycle(store: Store, ids: Tensor, max_new_tokens: int, **options: object) -> Iterator[Tensor]:
     """Yield the tokens that generate() yields after ids (1, T) with the store's model, but read
-    only the tokens that the store doesn't hold, and store what was read.
+    only the tokens after those that the store gives, and store what was read.
 
     The tokens are those of a run without the store, up to ties that rounding decides. Raises
     ValueError as generate() does.
@@ -79,6 +105,7 @@ def recycle(store: Store, ids: Tensor, max_new_tokens: int, **options: object) -
     ids = ids[:, context_start(ids.size(1), n_ctx) :]  # the rest would be forgotten anyway
     text = ids[0].tolist()
     cache = store.get(text)
+    read_to_checkpoints(store, text, cache)
     waiting = False  # False while a pass may be under way, whose token isn't in the text yet
     try:
         for token in generate(store.model, ids, max_new_tokens, cache=cache, **options):
@@ -137,7 +164,9 @@ class Recycler:
         pass with caching enabled", "move these tensors to the CPU and serialize a record" (section
         2.4)."""
         ids = self.encode(text)
-        cache = prefilled_cache(self.store.model, ids)
+        cache = self.store.model.new_cache()
+        read_to_checkpoints(self.store, ids, cache)
+        prefilled_cache(self.store.model, ids, cache)
         self.store.put(ids, cache, text, self.encoder([text])[0])
 
     def nearest_prompt(self, text: str) -> NearestPrompt | None:
@@ -181,8 +210,9 @@ def generate_as_published(
     included. So of T new tokens (1, T) after k cached ones it drops the first k, or all but the
     last if T is at most k, and it counts positions from the first new token on. The model therefore
     sees a text with a hole, at positions that it has used before. For comparison only. Changes the
-    cache.
+    cache. Raises ValueError if each layer has a cache of its own.
     """
+    check_one_cache(cache, "the published call")
     k, T = len(cache), new_ids.size(1)
     fed = new_ids[:, min(k, T - 1) :]
     first_pos = T - fed.size(1)  # of the first token fed
@@ -320,8 +350,10 @@ def demo(
     stay the same. with_similarity: whether the encoder can compare answers; embeddings of tokens
     can't; study: the command that measures more; with_figures: draw latency.png and speedup.png too.
 
-    Raises ValueError if a prompt leaves no room for the answer.
+    Raises ValueError if a prompt leaves no room for the answer, or each layer of the model has a cache
+    of its own.
     """
+    check_one_cache(recycler.store.model.new_cache(), "the published call")
     long_beginning = "\n".join(stored)
     prompts = [*tests, f"{long_beginning}\n{tests[0]}"]
     lengths = prompt_lengths(recycler, prompts, max_new_tokens)
@@ -576,6 +608,7 @@ class Conversation:
         reused, answer, first_token_seconds = len(cache), [], 0.0
         if self.trace:
             self.trace.begin(ids, reused)
+        read_to_checkpoints(self.store, ids, cache)
         for token in self.generate_answer(ids, cache):
             answer.append(token)
             if len(answer) == 1:
@@ -726,6 +759,8 @@ def main(argv: list[str] | None = None) -> None:
                     with_figures=args.figures,
                 )
         form = conversation_form(args.model, tokenizer, args.system)
+        if args.trace:
+            check_one_cache(model.new_cache(), "--trace")
         store = Store(model, None if args.fresh else args.store, args.capacity)
         no_ids = torch.empty(1, 0, dtype=torch.long)
         trace = Trace(args.trace, tokenizer, model, no_ids) if args.trace else None

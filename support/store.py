@@ -1,6 +1,12 @@
 """A store of keys and values, found by the tokens they were computed from: an SQLite index of runs
 of tokens, and a file for each run.
 
+Where all layers keep every token, a text can go on from any of its stored tokens. A window has
+evicted what an earlier cut would need, and a state has all tokens in one matrix: such layers can go
+on only from a checkpoint, a copy of what they held at one place. So a prompt that departs from a
+stored text is read again from the last checkpoint before that point, even though the tokens agree
+further.
+
 Shapes: L layers, H heads of keys and values, D head size, S tokens of a cache, n tokens of a run.
 """
 
@@ -10,7 +16,7 @@ import re
 import sqlite3
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +27,6 @@ from torch import Tensor, nn
 
 from support.files import regular_file, short_repr
 from support.fingerprints import fingerprint, model_versions, raw_bytes
-from support.geometry import kv_heads
 from support.prefix import common_prefix_length
 
 # Seconds to wait for another process that has locked the index, perhaps for good.
@@ -36,6 +41,7 @@ BUSY_SECONDS = 30
 # - nbytes, the bytes of its file;
 # - checksum, of parent, start, ids and file;
 # - ids, its tokens.
+# A checkpoint is a row without tokens, whose first is -1.
 # In prompts, run is the run in which a prompt ends. deleted lists runs whose file, and the runs
 # that continue them, are yet to be deleted. total holds the bytes of all runs; triggers update it.
 SCHEMA = """
@@ -78,6 +84,11 @@ END;
 CONTINUATION = """
 SELECT run, parent, start, nbytes, checksum, ids FROM runs
 WHERE parent = ? AND start = ? AND first = ?
+"""
+# The checkpoints of a run, within its first tokens.
+CHECKPOINT = """
+SELECT run, parent, start, nbytes, checksum, ids FROM runs
+WHERE parent = ? AND start <= ? AND first = -1 ORDER BY start DESC
 """
 # A call marks all runs of a text with its number. So a run's mark is never older than those of the
 # runs that continue it, and of the runs with the same mark, none continues the last.
@@ -134,9 +145,15 @@ class Store:
     can't be written to, or the disk is full, there is one warning, and the folder is only read.
     Files are memory-mapped, so nobody may change one in place while it is in use.
 
+    needs_checkpoints: whether a layer doesn't keep every token; the model is run on one token to see
+    that. If so, runs hold the other layers' keys and values, and each put() adds a checkpoint at the
+    end of its text: a run of no tokens, with a file and a checksum of its own. Then get() returns a
+    cache that ends at a checkpoint.
+
     capacity: the most bytes that this model's files may take, unfinished ones included; the index,
     some 100 bytes a run and 4 bytes a token, isn't counted. The least recently used run that no
-    other run continues is deleted first; then put() stores as much as fits.
+    other run continues is deleted first; then put() stores as much as fits, or nothing if a text
+    and its checkpoint exceed the capacity.
 
     Each model has a folder of its own, named after its fingerprint(): class, configuration,
     parameters and buffers. identity: names what else the keys and values depend on, such as a hook
@@ -154,17 +171,22 @@ class Store:
     ) -> None:
         if not capacity > 0:  # NaN isn't, either
             raise ValueError(f"the capacity must be more than 0 bytes, got {capacity}")
-        config, weight = model.config, model.wte.weight
-        heads = kv_heads(config)
         self.model = model
         self.capacity = capacity
-        self._dtype = weight.dtype
-        self._device = weight.device
-        self._run_shape = (config.n_layer, 2, heads, -1, config.head_dim)
-        self._token_bytes = 2 * config.n_layer * heads * config.head_dim * self._dtype.itemsize
+        self._device = model.wte.weight.device
         self._identity = fingerprint(model, identity)
         self._versions = model_versions(model)
         self._check_model()
+        self._sample = model.new_cache()  # of one token: it shows what this model's caches hold
+        with torch.no_grad():
+            token = torch.zeros(1, 1, dtype=torch.long, device=self._device)
+            model(token, self._sample, last_only=True)
+        tensors = held_tensors(self._sample)
+        # Whether a tensor has a row for each token, (2, 1, H, S, D): it has a single one now, and a
+        # ring has more slots.
+        self._has_rows = [tensor.dim() == 5 and tensor.size(3) == 1 for tensor in tensors]
+        self._token_bytes = sum(kv.nbytes for kv in self._split(tensors)[0])
+        self.needs_checkpoints = not all(self._has_rows)
         self._runs_in_memory: dict[int, np.ndarray] = {}  # the files, if there is no folder
         self._warned = False
         self._swept = False  # whether what damage and killed processes left has been deleted
@@ -177,26 +199,24 @@ class Store:
         return self._index.execute("SELECT nbytes FROM total").fetchone()[0]
 
     def get(self, ids: Sequence[int]) -> Any:
-        """Return a new cache of the longest stored prefix of ids, but never of all of ids: one
-        token has to be fed to get logits. The cache is empty if nothing is stored. Raises TypeError
-        or ValueError if ids aren't whole numbers of 4 bytes."""
+        """Return a new cache of the longest stored prefix of ids that every layer can go on from,
+        but never of all of ids: one token has to be fed to get logits. The cache is empty if
+        nothing is stored. Raises TypeError or ValueError if ids aren't whole numbers of 4 bytes."""
         ids = checked_ids(ids)
         self._check_model()
-        parts: list[Tensor] = []
+        path: list[MatchedRun] = []
+        contents: list[np.ndarray] = []
         with self._transaction():
-            path = self._matching_runs(ids[:-1])
-            for run, matched in path:
-                kv = self._read_run(run)
-                if kv is None:
+            path = self._up_to_checkpoint(self._matching_runs(ids[:-1]))
+            for run, _ in path:
+                content = self._read_run(run)
+                if content is None:
                     break
-                parts.append(kv[..., :matched, :])
-            self._mark_used(path[: len(parts)])
-        if not parts:
+                contents.append(content)
+            self._mark_used(path[: len(contents)])
+        if not contents or (self.needs_checkpoints and len(contents) < len(path)):
             return self.model.new_cache()
-        # A single run from a folder is used as mapped, not copied: KVCache copies when it appends.
-        kv = parts[0] if len(parts) == 1 and self.folder else torch.cat(parts, dim=3)
-        layers = [layer[:, None].to(self._device) for layer in kv]  # (2, 1, H, S, D)
-        return self.model.new_cache(layers, torch.arange(kv.size(3), device=self._device))
+        return self._restored(path[: len(contents)], contents)
 
     def put(
         self, ids: Sequence[int], cache: Any, text: str = "", embedding: np.ndarray | None = None
@@ -213,13 +233,20 @@ class Store:
         ids = checked_ids(ids)
         self._check_cache(cache, ids)
         self._check_model()
-        ids = ids[: len(cache)]
+        n = len(cache)
+        if n == 0:
+            return  # nothing has been read
+        ids = ids[:n]
+        rows, others = self._split(first_rows(tensor, n) for tensor in held_tensors(cache))
+        checkpoint = packed(others)
+        if others and n * self._token_bytes + checkpoint.nbytes > self.capacity:
+            return  # a part would be of no use
         with self._transaction():  # its own: files are deleted after their rows
-            self._make_room(ids)
+            self._make_room(ids, checkpoint.nbytes)
         with self._transaction():
             self._delete_files()
-            last_run, stored = self._add_missing(ids, cache)
-            if embedding is not None and 0 < stored == len(ids):
+            last_run, stored = self._add_missing(ids, rows, checkpoint)
+            if embedding is not None and stored == n:
                 vector = np.asarray(embedding, dtype=np.float32).tobytes()
                 row = (text, last_run, pack_ids(ids), vector)
                 self._index.execute("INSERT OR REPLACE INTO prompts VALUES (?, ?, ?, ?)", row)
@@ -261,8 +288,9 @@ class Store:
         if not hasattr(cache, "layers"):
             raise TypeError(f"cache must be a KV cache, got {type(cache).__name__}")
         n = len(cache)
+        expected = self._cache_of(self._expected(n), n)
         first_pos = int(cache.positions(1)[0]) - n
-        if first_pos != 0 or cache.pos.tolist() != list(range(n)):
+        if first_pos != 0 or cache.pos.tolist() != expected.pos.tolist():
             raise ValueError(
                 f"the cache of {n} tokens must be of positions 0 to {n - 1}, begins at {first_pos}"
             )
@@ -271,14 +299,70 @@ class Store:
                 f"the cache has read {n} tokens, must be all {len(ids)} ids, or all but the last: "
                 "past the context, generate() begins a new cache in the middle of the text"
             )
-        expected_bytes = n * self._token_bytes
-        rows_and_dtypes = {(kv.size(1), kv.dtype) for kv in cache.layers if n}
-        if cache.nbytes != expected_bytes or not rows_and_dtypes <= {(1, self._dtype)}:
-            held = " and ".join(f"{rows} rows of {dtype}" for rows, dtype in rows_and_dtypes)
+        read = [len(layer) for layer in layer_caches(cache)]
+        if {*read} != {n}:
+            raise ValueError(f"the cache's layers have read {read} tokens, must all have read {n}")
+        given, needed = shapes(cache, n), shapes(expected, n)
+        if given != needed:
             raise ValueError(
-                f"the cache has {cache.nbytes} bytes, {held}, must have {expected_bytes}, "
-                f"1 row of {self._dtype}"
+                f"the cache has {len(given)} tensors, {short_repr({*given})}, "
+                f"must have {len(needed)}, {short_repr({*needed})}"
             )
+
+    # Caches and their tensors.
+
+    def _split(self, tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return of the tensors of a cache those that have a row for each token, and all others."""
+        rows, others = [], []
+        for tensor, has_rows in zip(tensors, self._has_rows, strict=True):
+            part = rows if has_rows else others
+            part.append(tensor)
+        return rows, others
+
+    def _expected(self, n: int) -> list[Tensor]:
+        """Return tensors of the shapes and dtypes that a cache of n tokens holds; of a ring, of the
+        slots that they fill."""
+        return [
+            tensor.expand(-1, -1, -1, n, -1) if has_rows else first_rows(tensor, n)
+            for tensor, has_rows in zip(held_tensors(self._sample), self._has_rows, strict=True)
+        ]
+
+    def _cache_of(self, tensors: Iterable[Tensor], n: int) -> Any:
+        """Return a new cache that has read n tokens and holds these tensors, in order."""
+        cache, following = self.model.new_cache(), iter(tensors)
+        cache.commit(torch.arange(n, device=self._device))  # which counts tokens in any cache
+        for layer, like in zip(layer_caches(cache), layer_caches(self._sample), strict=True):
+            layer.layers = []
+            for entry in like.layers:
+                if isinstance(entry, tuple):
+                    layer.layers.append(tuple(next(following) for _ in entry))
+                else:
+                    layer.layers.append(next(following))
+        return cache
+
+    def _restored(self, path: Sequence[MatchedRun], contents: list[np.ndarray]) -> Any:
+        """Return a new cache of what the files along a path hold; the last is of a checkpoint, if
+        this model needs one."""
+        n = matched_tokens(path)
+        checkpoint: list[Tensor] = []
+        if self.needs_checkpoints:
+            checkpoint = unpacked(contents.pop(), self._split(self._expected(n))[1])
+        parts = []  # of each run, its keys and values (2, 1, H, matched, D)
+        for content, (run, matched) in zip(contents, path, strict=False):
+            rows, _ = self._split(self._expected(len(run.ids) // 4))
+            parts.append([kv[..., :matched, :] for kv in unpacked(content, rows)])
+        tensors = []
+        for sample, has_rows in zip(held_tensors(self._sample), self._has_rows, strict=True):
+            if has_rows:
+                kv = [part.pop(0) for part in parts]
+                # A single run from a folder is used as mapped, not copied: KVCache copies when it
+                # appends.
+                whole = kv[0] if len(kv) == 1 and self.folder else torch.cat(kv, dim=3)
+                tensors.append(whole.to(self._device))
+            else:
+                tensors.append(torch.zeros_like(sample))
+                first_rows(tensors[-1], n).copy_(checkpoint.pop(0))
+        return self._cache_of(tensors, n)
 
     # The index and its transactions.
 
@@ -354,58 +438,85 @@ class Store:
             position += matched
         return path
 
-    def _read_run(self, run: StoredRun) -> Tensor | None:
-        """Return the keys and values (L, 2, H, n, D) of a run; None if they aren't there, or aren't
-        what was stored: then the run is deleted."""
+    def _up_to_checkpoint(self, path: list[MatchedRun]) -> list[MatchedRun]:
+        """Return a path as far as every layer can go on from its end: up to its last checkpoint,
+        which comes last, with no tokens. It isn't verified yet."""
+        if not self.needs_checkpoints:
+            return path
+        for i, (run, matched) in reversed([*enumerate(path)]):
+            for row in self._index.execute(CHECKPOINT, (run.number, matched)).fetchall():
+                checkpoint = StoredRun(*row)
+                if checkpoint.ids == b"":
+                    ending = [MatchedRun(run, checkpoint.start), MatchedRun(checkpoint, 0)]
+                    return path[:i] + ending
+                self._delete_damaged(checkpoint, "a checkpoint has no ids")
+        return []
+
+    def _read_run(self, run: StoredRun) -> np.ndarray | None:
+        """Return the content of a run's file; None if it isn't there, or isn't what was stored:
+        then the run is deleted."""
         try:
             content = self._runs_in_memory.get(run.number)
             if self.folder:
-                content = np.memmap(regular_file(self._run_file(run.number)), mode="c")
+                content = mapped(self._run_file(run.number))
             checksum = self._checksum(run.parent, run.start, run.ids, content)
             if content.nbytes != run.nbytes or checksum != run.checksum:
                 raise ValueError("its size or its checksum is wrong")
         except (FileNotFoundError, ValueError) as error:
             self._delete_damaged(run, str(error))
             return None
-        return torch.from_numpy(content).view(self._dtype).view(self._run_shape)
+        return content
 
     def _delete_damaged(self, run: StoredRun, why: str) -> None:
         """Delete a run that isn't what was stored, with a warning."""
         self._delete_row(run.number)
         warnings.warn(f"the stored KV cache {run.number} is not used: {why}", stacklevel=2)
 
-    def _make_room(self, ids: Sequence[int]) -> None:
-        """Delete runs until the part of ids that isn't stored yet fits."""
+    def _make_room(self, ids: Sequence[int], checkpoint_bytes: int) -> None:
+        """Delete runs until the part of ids that isn't stored yet fits, and its checkpoint."""
         self._delete_files()
         path = self._matching_runs(ids)
         self._mark_used(path)
-        missing = len(ids) - matched_tokens(path)
-        self._evict_until(self.capacity - missing * self._token_bytes)
+        missing_bytes = (len(ids) - matched_tokens(path)) * self._token_bytes
+        if matched_tokens(self._up_to_checkpoint(path)) < len(ids):
+            missing_bytes += checkpoint_bytes
+        self._evict_until(self.capacity - missing_bytes)
 
-    def _add_missing(self, ids: Sequence[int], cache: Any) -> tuple[int, int]:
-        """Store the part of ids that isn't stored yet, which `cache` has read, as a new run, as far
-        as it fits. Return the number of the text's last run, and how many of its tokens are stored
-        now."""
+    def _add_missing(
+        self, ids: Sequence[int], rows: Sequence[Tensor], checkpoint: np.ndarray
+    ) -> tuple[int, int]:
+        """Store the part of ids that isn't stored yet as a new run, as far as it fits, and the
+        checkpoint at its end, if there is one and all fits. rows: keys and values (2, 1, H, n, D)
+        of all of ids. Return the number of the text's last run, and how many of its tokens are
+        stored now."""
         path = self._matching_runs(ids)
         last_run, start = 0, 0
         if path:
             last_run, start = path[-1].run.number, path[-1].matched
         present = matched_tokens(path)
         undeleted = self._index.execute("SELECT total(nbytes) FROM deleted").fetchone()[0]
-        fitting = (self.capacity - self.nbytes - undeleted) / self._token_bytes
+        free = self.capacity - self.nbytes - undeleted - checkpoint.nbytes
+        fitting = free / max(1, self._token_bytes)
         end = max(present, int(min(len(ids), present + fitting)))
+        has_checkpoint = matched_tokens(self._up_to_checkpoint(path)) == len(ids)
+        now = self._mark_used(path)
         if present < end:
-            kv = torch.stack([layer[:, 0, :, present:end] for layer in cache.layers])
-            now = self._mark_used(path)
-            last_run = self._add_run(last_run, start, ids[present:end], kv, now)
+            content = packed(kv[..., present:end, :] for kv in rows)
+            last_run = self._add_run(last_run, start, ids[present:end], content, now)
+            start = end - present
+        if checkpoint.nbytes and not has_checkpoint and present + fitting >= len(ids):
+            self._add_run(last_run, start, [], checkpoint, now)
         return last_run, end
 
-    def _add_run(self, parent: int, start: int, ids: Sequence[int], kv: Tensor, used: int) -> int:
-        """Store kv (L, 2, H, n, D) as a new run of tokens that follow the first `start` tokens of
-        its parent; return its number. used: the number of the call."""
-        content, packed_ids = raw_bytes(kv.detach().cpu()), pack_ids(ids)
+    def _add_run(
+        self, parent: int, start: int, ids: Sequence[int], content: np.ndarray, used: int
+    ) -> int:
+        """Store the content of a file as a new run of tokens that follow the first `start` tokens
+        of its parent; return its number. used: the number of the call."""
+        packed_ids = pack_ids(ids)
         checksum = self._checksum(parent, start, packed_ids, content)
-        row = (parent, start, ids[0], used, content.nbytes, checksum, packed_ids)
+        first = ids[0] if ids else -1
+        row = (parent, start, first, used, content.nbytes, checksum, packed_ids)
         insert = "INSERT INTO runs VALUES (NULL, ?, ?, ?, ?, ?, ?, ?)"
         run = self._index.execute(insert, row).lastrowid
         if self.folder:
@@ -416,7 +527,7 @@ class Store:
                 self._run_file(run).unlink(missing_ok=True)
                 raise
         else:
-            self._runs_in_memory[run] = content.copy()
+            self._runs_in_memory[run] = content
         return run
 
     def _mark_used(self, path: Sequence[MatchedRun]) -> int:
@@ -468,8 +579,8 @@ class Store:
                 (self.folder / name).unlink()
 
     def _run_file(self, run: int) -> Path:
-        """Return the path of a run's file: the bytes of its keys and values (L, 2, H, n, D),
-        nothing else."""
+        """Return the path of a run's file: the bytes of its keys and values (L, 2, H, n, D), or of
+        a checkpoint's tensors, nothing else."""
         return self.folder / f"{run}.kv"
 
     def _checksum(self, parent: int, start: int, ids: bytes, content: Any) -> int:
@@ -477,6 +588,55 @@ class Store:
         its tokens and its file."""
         beginning = zlib.crc32(f"{self._identity} {parent} {start} ".encode() + ids)
         return zlib.crc32(content, beginning)
+
+
+def layer_caches(cache: Any) -> list[Any]:
+    """Return the caches that hold a cache's tensors: one for each layer, or the cache itself."""
+    return [layer for layer in cache.layers if hasattr(layer, "layers")] or [cache]
+
+
+def held_tensors(cache: Any) -> list[Tensor]:
+    """Return all tensors of a cache that has read something, layer by layer. Raises ValueError if a
+    layer holds something else."""
+    tensors: list[Tensor] = []
+    for held in layer_caches(cache):
+        for entry in held.layers:
+            tensors += entry if isinstance(entry, tuple) else [entry]
+    if not all(isinstance(tensor, Tensor) for tensor in tensors):
+        raise ValueError(f"a store can't keep what a {type(cache).__name__} holds")
+    return tensors
+
+
+def first_rows(tensor: Tensor, n: int) -> Tensor:
+    """Return the rows or slots of n tokens, of keys and values (2, 1, H, S, D); any other tensor
+    whole."""
+    return tensor[..., :n, :] if tensor.dim() == 5 else tensor
+
+
+def shapes(cache: Any, n: int) -> list[tuple]:
+    """Return the shapes and dtypes of what a cache holds of n tokens."""
+    tensors = held_tensors(cache) if n > 0 else []
+    return [(*first_rows(tensor, n).shape, tensor.dtype) for tensor in tensors]
+
+
+def mapped(path: Path) -> np.ndarray:
+    """Return a file's bytes, mapped into memory; an empty file has nothing to map."""
+    path = regular_file(path)
+    return np.memmap(path, mode="c") if path.stat().st_size else np.empty(0, np.uint8)
+
+
+def packed(tensors: Iterable[Tensor]) -> np.ndarray:
+    """Return the bytes of tensors, one after another."""
+    content = [raw_bytes(tensor.detach().cpu()) for tensor in tensors]
+    return np.concatenate([np.empty(0, np.uint8), *content])
+
+
+def unpacked(content: np.ndarray, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors whose bytes packed() made, in the same memory. like: tensors of their
+    shapes and dtypes."""
+    parts = torch.from_numpy(content).split([tensor.nbytes for tensor in like])
+    pairs = zip(parts, like, strict=True)
+    return [part.view(tensor.dtype).view(tensor.shape) for part, tensor in pairs]
 
 
 def matched_tokens(path: Sequence[MatchedRun]) -> int:

@@ -36,7 +36,8 @@ from support.files import read_csv
 from support.store import Store
 from support.timing import time_text
 from tests.helpers import N_CTX, Ran, process, refused, run, start
-from tests.test_store import found, put, texts, tiny_model
+from tests.test_hybrid import hybrid
+from tests.test_store import ALL_FOUR, found, put, texts, tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -77,6 +78,30 @@ def test_what_was_read_is_stored_past_the_context_and_if_nobody_wants_the_rest(k
     assert found(store, started) == 6
     with pytest.raises(ValueError, match=r"must have shape \(1, T\), got \(2, 3\)"):
         next(recycle(store, torch.ones(2, 3, dtype=torch.long), 2))
+
+
+MIXES = [("full",) * 2, ("full", "latent"), ("full", "window"), ("state", "full"), ("state",)]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kinds", [*MIXES, ALL_FOUR], ids="-".join)
+def test_layers_that_keep_less_go_on_from_the_last_checkpoint(
+    kinds: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MARK_TOKENS", 8)
+    model = hybrid(*kinds, n_ctx=48)
+    store, prompt = Store(model, tmp_path), torch.randint(60, (1, 30))
+    text = [*prompt[0].tolist(), *written(recycle(store, prompt, 5))]
+    assert text[30:] == written(generate(model, prompt, 5))
+    assert len(store.get(text)) == 34, "its last token is written, but not read"
+    for shared, checkpoint in ((7, 0), (8, 8), (23, 16), (33, 29), (34, 34)):
+        other = [*text[:shared], *((token + 1) % 60 for token in text[shared:])]
+        can_be_cut = {"window", "state"}.isdisjoint(kinds)
+        reused = shared if can_be_cut else checkpoint
+        assert len(Store(model, tmp_path).get([*other, 0])) == reused
+        row, n = torch.tensor([other]), 3 if shared < 34 else 20  # also past n_ctx = 48
+        assert written(recycle(store, row, n)) == written(generate(model, row, n))
+    assert written(recycle(store, prompt, 5)) == text[30:], "what is stored isn't stored again"
 
 
 SUSPENDED = """
@@ -220,6 +245,13 @@ def test_published_call_writes_what_transformers_4_45_2_wrote(pocket: GPT) -> No
         assert cold == case["cold"]
         different += cold != case["published"]
     assert different > len(golden["cases"]) / 2
+
+
+def test_the_published_call_needs_one_cache_for_all_layers() -> None:
+    model = hybrid(*ALL_FOUR)
+    cache = prefilled_cache(model, [1, 2])
+    with pytest.raises(ValueError, match="one cache for all layers, this model has 4"):
+        next(generate_as_published(model, torch.tensor([[1, 2, 3]]), cache, 1))
 
 
 # --- Encoders -------------------------------------------------------------------------------------------------------
@@ -447,6 +479,17 @@ def test_a_turn_of_a_dialogue_ends_with_the_end_of_text(pocket: GPT, capsys) -> 
     assert "stored is the text as it was read and written" in capsys.readouterr().out
     encode = tokenizer.encode
     assert thinking.past_answer(encode("Hm.</think>\n\nYes")) == encode("Yes")
+
+
+def test_a_conversation_goes_on_from_the_last_answers_checkpoint(capsys) -> None:
+    tokenizer = load_tokenizer("pocket")
+    store = Store(hybrid(*ALL_FOUR, vocab_size=tokenizer.n_vocab, n_ctx=512))
+    for questions in (["Who?", "Where?", "When does it end?"], ["Who?"]):
+        Conversation(store, tokenizer, 5).chat(questions)
+    turns = re.findall(r"reused (\d+) of (\d+) t", capsys.readouterr().out)
+    (none, first), (second, then), (third, _), (again, _) = [(int(k), int(n)) for k, n in turns]
+    assert none == 0 and second == first + 4 and third == then + 4  # an answer has 5, 4 are read
+    assert again == first - 1, "a question's last token has to be fed"
 
 
 def test_a_special_token_that_is_typed_is_text(pocket: GPT) -> None:
