@@ -15,8 +15,11 @@ from torch import nn
 
 from borrow.check import check_logits
 from borrow.my_gpt import MyGPT
-from gpt_kv_cache import GPT, GPTConfig, KVCache
+from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
+from paged import PagedCache, Server
+from pair import Pair
 from recycle import prefilled_cache
+from speculate import draft_from_text, speculate
 from support.store import Store
 from tests.helpers import ROOT, process
 from tests.test_equivalence import assert_close
@@ -131,6 +134,29 @@ def test_layers_with_windows_have_caches_of_their_own(name: str) -> None:
     read_in_any_pieces(adapter, ids, window=8)
     with pytest.raises(ValueError, match="a cache of 0 layers can't serve 2 of which some"):
         adapter(ids, KVCache())
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_methods_write_what_a_model_with_windows_writes_alone(name: str) -> None:
+    pytest.importorskip("transformers")
+    from borrow.adapter import Adapter
+
+    model = Adapter(tiny(name, sliding_window=8, **WINDOWS[name]))
+    ids = torch.randint(50, (1, 40))
+    text = [*ids[0].tolist(), *map(int, generate(model, ids, 20))]
+    store = Store(model)
+    store.put(text[:50], prefilled_cache(model, text[:50]))
+    cache = store.get(text[:55])
+    assert len(cache) == 50
+    assert [*map(int, generate(model, torch.tensor([text[:55]]), 5, cache=cache))] == text[55:]
+    pair = Pair(model, model, ids)
+    assert [*map(int, speculate(pair, 20, 4, draft_from_text))] == text[40:]
+    server = Server(model, PagedCache(model, n_blocks=20, block_size=4))
+    server.add(text[:40], 20)
+    tokens = []
+    while server.busy:
+        tokens += [token for _, token in server.step()]
+    assert tokens == text[40:]
 
 
 # --- What is refused ----------------------------------------------------------------------------------
