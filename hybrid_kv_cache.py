@@ -73,6 +73,14 @@ class LayeredCache(KVCache):
             cache.commit(pos)
         super().commit(pos)
 
+    def positions(self, T: int) -> Tensor:
+        """Return the positions (T,) at which the next T tokens are read. Raises ValueError if a
+        commit() was interrupted between two layers."""
+        read = [len(cache) for cache in self.layers]
+        if {*read} != {len(self)}:
+            raise ValueError(f"layers have read {read} tokens, not all {len(self)}: begin anew")
+        return super().positions(T)
+
     def truncate(self, n: int) -> None:
         """Keep the first n tokens, in all layers or in none. Raises ValueError, and changes
         nothing, if there are fewer, or a layer doesn't hold what it would need."""

@@ -90,6 +90,9 @@ def test_a_cut_happens_in_all_layers_or_in_none() -> None:
     copy.truncate(15)  # full and latent layers can
     close(model(IDS[:, 15:], copy), model(IDS)[:, 15:])
     assert len(cache) == 40
+    cache.layers[0].commit(torch.tensor([40]))  # as an interrupted commit() leaves it
+    with pytest.raises(ValueError, match=r"layers have read \[41, 40\] tokens, not all 40"):
+        model(IDS, cache)
 
 
 def test_what_cannot_be_is_refused() -> None:
