@@ -41,8 +41,9 @@ from gpt_kv_cache import GPT, KVCache
 from load_gpt2_weights import load_model, load_tokenizer, random_model
 from pocket import corpus
 from pocket.evaluation import score_answers, unseen_texts
-from studies.core import RECORDED_MODELS, Rows, run_study
+from studies.core import RECORDED_MODELS, run_study
 from studies.facts import right_answers
+from studies.results import Results
 from support.statistics import bootstrap, kl
 from support.timing import run_in_turns
 
@@ -166,7 +167,7 @@ def divergence(expected: Tensor, logits: Tensor) -> list[float]:
 
 @torch.no_grad()
 def measure_quality(
-    rows: Rows, name: str, way: str, reader: Memory, texts: Texts, exact: Reading, divisor: int
+    rows: Results, name: str, way: str, reader: Memory, texts: Texts, exact: Reading, divisor: int
 ) -> None:
     """Append how much worse a way predicts than the model `name` with full attention. divisor: what
     the number of questions is divided by."""
@@ -200,7 +201,7 @@ def milliseconds(model: nn.Module, way: str, turn: int, new_tokens: int = 16) ->
     return statistics.mean(compress.read_in_pieces(model, cache, ids[:, LENGTH:])[1])
 
 
-def measure_times(rows: Rows, setting: dict[str, str], model: nn.Module, turns: int) -> None:
+def measure_times(rows: Results, setting: dict[str, str], model: nn.Module, turns: int) -> None:
     """Append the times of the ways that have none yet; the ways take turns."""
     runs = {
         way: partial(milliseconds, model, way) for way in rows.ways_due(CACHES, "ms", **setting)
@@ -212,7 +213,7 @@ def measure_times(rows: Rows, setting: dict[str, str], model: nn.Module, turns: 
 # --- The study --------------------------------------------------------------------------------------
 
 
-def measure(rows: Rows, args: argparse.Namespace) -> None:
+def measure(rows: Results, args: argparse.Namespace) -> None:
     """Measure every figure that has no row yet."""
     divisor, turns, chunk_length = (12, 1, 64) if args.quick else (1, TURNS, 1)
     names = ("pocket", "pocket-llama") if args.model == "pocket" else (args.model,)

@@ -30,7 +30,8 @@ from gpt_bounded_cache import (
     KVCache,
     PreallocatedCache,
 )
-from studies.core import Rows, run_study
+from studies.core import run_study
+from studies.results import Results
 from support.timing import run_in_turns
 
 LENGTHS, TURNS = (128, 1000, 4000, 16000), 5
@@ -80,7 +81,7 @@ def milliseconds_per_token(model: GPT, make_cache: Callable, length: int, turn: 
     return statistics.median(pass_milliseconds[1:])
 
 
-def measure(rows: Rows, quick: bool) -> None:
+def measure(rows: Results, quick: bool) -> None:
     """Append tokens/s and bytes of each cache at each length; the caches take turns."""
     if not rows.ways_due(["growing"], "tps", after=LENGTHS[-1]):
         return
@@ -115,4 +116,4 @@ def measure(rows: Rows, quick: bool) -> None:
                 rows.add_values(name, setting | {"than": other}, faster=speedups)
 
 
-main = partial(run_study, __doc__, "lengths", "a small geometry", measure, again=False)
+main = partial(run_study, __doc__, "lengths", "a small geometry", measure)

@@ -47,7 +47,8 @@ from recycle import (
     read_prompts,
 )
 from studies import core
-from studies.core import STUDIES_FOLDER, Rows, StudyLine, load_chosen_model, open_model_rows, report
+from studies.core import StudyLine, load_chosen_model, open_model_results, report
+from studies.results import STUDIES_FOLDER, Results
 from support.conditions import GEOMETRIES, is_geometry
 from support.printing import end_tokens_of
 from support.statistics import bootstrap
@@ -132,7 +133,7 @@ class Trial:
 
 
 @torch.no_grad()
-def measure_chat(rows: Rows, recycler: Recycler, setting: dict, quick: bool) -> None:
+def measure_chat(rows: Results, recycler: Recycler, setting: dict, quick: bool) -> None:
     """Append the times to the first token of the turns after the first of a conversation about a
     text, which is in its system prompt: with the store, and if all is read again."""
     if not rows.ways_due(["recycled"], "first", **setting):
@@ -175,7 +176,7 @@ def nearness(pairs: np.ndarray) -> np.ndarray:
     return (similarity - others) / np.maximum(1 - others, 1e-12)
 
 
-def add_answers(rows: Rows, trial: Trial, answers_by_way: AnswersByWay, setting: dict) -> None:
+def add_answers(rows: Results, trial: Trial, answers_by_way: AnswersByWay, setting: dict) -> None:
     """Append the figures of the answers."""
     vectors = {}
     for way in WAYS:  # cold first
@@ -224,7 +225,7 @@ def add_answers(rows: Rows, trial: Trial, answers_by_way: AnswersByWay, setting:
     add_similarity(rows, vectors, setting)
 
 
-def add_short_answers(rows: Rows, setting: dict) -> None:
+def add_short_answers(rows: Results, setting: dict) -> None:
     """Append what reuse saves of answers of fewer tokens, by arithmetic: the first token as measured,
     all further ones at the mean step of the cold run."""
     for way in rows.ways_due(
@@ -232,7 +233,7 @@ def add_short_answers(rows: Rows, setting: dict) -> None:
     ):
         asked = (way, "first"), ("cold", "first"), ("cold", "latency")
         found = [rows.find(name, metric, **setting) for name, metric in asked]
-        rows.next_conditions = found[0]["on"]
+        rows.conditions = found[0]["conditions"]
         first, cold_first, cold_latency = (np.array(row["values"]) for row in found)
         step = (cold_latency - cold_first) / (NEW_TOKENS - 1)
         for tokens in SHORT_ANSWERS:
@@ -240,7 +241,7 @@ def add_short_answers(rows: Rows, setting: dict) -> None:
             rows.add_values(way, setting | {"tokens": tokens}, saved=saved)
 
 
-def add_similarity(rows: Rows, vectors: dict[str, np.ndarray], setting: dict) -> None:
+def add_similarity(rows: Results, vectors: dict[str, np.ndarray], setting: dict) -> None:
     """Append how alike the answers are, if the embeddings (prompts, C) of all of them are known."""
     cold_vectors = vectors["cold"]
     if not all(np.isfinite(x).all() for x in vectors.values()):
@@ -279,7 +280,7 @@ def main(argv: list[str] | None = None) -> None:
         max_new_tokens = 5 if args.quick and args.model != RECORDED_MODELS[0] else NEW_TOKENS
         trial = Trial(recycler, test_prompts, max_new_tokens)
         setting = {"model": args.model}
-        rows = open_model_rows("recycling", args, RECORDED_MODELS, difference_to_recorded(args))
+        rows = open_model_results("recycling", args, RECORDED_MODELS, difference_to_recorded(args))
         config, turns = model.config, 3 if args.model == core.REAL_MODEL else 5
         if args.quick:
             turns = 1

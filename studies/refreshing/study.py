@@ -1,7 +1,7 @@
 """The refresh study: a student's texts on its teacher's KV cache, by every way of refreshing it.
 
 `python3 -m studies.refreshing` takes nearly three hours and goes on where it was interrupted; `--quick`
-takes a minute; `--again 'periodic:*'` measures these ways once more. `--teacher smollm2` takes
+takes a minute. `--teacher smollm2` takes
 SmolLM2-135M-Instruct, which continues the texts in data/real, and its twins with weights of 4 and 3
 bits for students, in 40 minutes. The source's own experiment,
 with a file of questions (the source's are ELI5's, held out), is
@@ -70,14 +70,13 @@ from recycle import read_prompts
 from studies.core import (
     REAL_MODEL,
     RECORDED_MODELS,
-    Rows,
-    Setting,
     StudyLine,
-    matching_ways,
-    open_model_rows,
-    points_over,
+    open_model_results,
     report,
 )
+from studies.refreshing.claims import ARITHMETIC, SOURCE_TPS
+from studies.results import Results, Setting
+from studies.showing import points_over
 from support.printing import end_tokens_of
 from support.statistics import area_under_roc, kl, repetition
 from support.texts import rows_of_tokens
@@ -129,7 +128,7 @@ class Texts:
     """A teacher and a student, the prompts (B, T) that they continue by new tokens, and the setting
     of their rows."""
 
-    rows: Rows
+    rows: Results
     models: dict[str, GPT]
     prompts: dict[str, Tensor]
     new_tokens: int
@@ -150,8 +149,8 @@ class Texts:
             return None
         policy_text, gated, _ = way.partition("~")
         policy = parse_policy(f"{policy_text}:inf" if gated else policy_text)
-        threshold = self.rows.figure(way, "threshold", **self.setting, mode=mode)
-        return replace(policy, threshold=threshold.value) if threshold else policy
+        threshold = self.rows.find(way, "threshold", **self.setting, mode=mode)
+        return replace(policy, threshold=threshold["value"]) if threshold else policy
 
     def add_threshold(self, way: str, mode: str) -> None:
         """Append the threshold with which a gate fires as often as its name says, on the prompts
@@ -355,7 +354,7 @@ def add_times(texts: Texts, ways: Sequence[str], prompt_count: int, turns: int) 
         return time_text(lambda: tokens), pair
 
     timed_runs = run_in_turns({way: partial(write_once, way) for way in ("none", *ways)}, turns)
-    recorded_speed = rows.figure("none", "tps", **setting)
+    recorded_speed = rows.find("none", "tps", **setting)
     spans = {}  # to the first token and to the last
     for way, runs in timed_runs.items():
         spans[way] = np.array([(run.first_token_seconds, run.total_seconds) for run, _ in runs]).T
@@ -363,7 +362,7 @@ def add_times(texts: Texts, ways: Sequence[str], prompt_count: int, turns: int) 
     steps, scale = texts.new_tokens - 1, 1.0
     if recorded_speed:
         del timed_runs["none"]
-        scale = steps / recorded_speed.value / (overfill_total - overfill_first)
+        scale = steps / recorded_speed["value"] / (overfill_total - overfill_first)
     else:
         add_read_times(texts, timed_runs)
     for way, runs in timed_runs.items():
@@ -394,7 +393,7 @@ def add_read_times(texts: Texts, timed_runs: dict[str, list]) -> None:
         texts.rows.add_values("teacher", texts.setting | {"k": tokens_read}, read_ms=ms)
 
 
-def add_predicted_times(rows: Rows, new_tokens: int, setting: Setting) -> None:
+def add_predicted_times(rows: Results, new_tokens: int, setting: Setting) -> None:
     """Append the time of every way by the source's cost model, in units of OverFill's, the
     prompt's prefill included: N / TPS + the sum of prefill(k_r), the student's decoding and the
     teacher's passes over k_r tokens each. prefill(k) is the line through the times of these passes.
@@ -407,34 +406,35 @@ def add_predicted_times(rows: Rows, new_tokens: int, setting: Setting) -> None:
     slope, intercept = np.polyfit(*zip(*points, strict=True), 1)  # ms
     first_ms, tps = (rows.figure("none", metric, **setting).value for metric in ("first_ms", "tps"))
     overfill_ms = first_ms + 1e3 * (new_tokens - 1) / tps
-    for way, _ in matching_ways(rows, [".*"]):
-        passes, reads = (rows.figure(way, metric, **setting) for metric in ("passes", "reads"))
+    for way in rows.ways():
+        passes, reads = (rows.find(way, metric, **setting) for metric in ("passes", "reads"))
         if passes is None or way in PUBLISHED:
             continue
-        pass_count = passes.value * new_tokens / 1000  # of an average text, so it needn't be whole
-        prefills = slope * reads.value + pass_count * intercept  # of all passes together
+        pass_count = (
+            passes["value"] * new_tokens / 1000
+        )  # of an average text, so it needn't be whole
+        prefills = slope * reads["value"] + pass_count * intercept  # of all passes together
         predicted = round(1 + prefills / overfill_ms, 4)
-        interval = (predicted, predicted, predicted)
-        if rows.figure(way, "time", **setting, by="formula") != interval:
-            rows.add_figures(way, setting | {"by": "formula"}, 1, time=interval)
+        recorded = rows.find(way, "time", **setting, by="formula")
+        if recorded is None or recorded["value"] != predicted:
+            rows.add_figures(way, setting | {"by": "formula"}, 1, time=[predicted] * 3)
 
 
-def add_least_times(rows: Rows, setting: Setting) -> None:
+def add_least_times(rows: Results, setting: Setting) -> None:
     """Append the least time of refreshes every k tokens by the source's own tokens/s, in units of
     OverFill's: a refresh is a pass of the teacher, no shorter than one over a single token.
 
     Source: the table of baselines, TPS.
     """
     setting = setting | {"by": "source"}
-    teacher_tps, tps = (rows.figure(way, "tps", **setting).value for way in ("teacher", "none"))
     rows.set_conditions("arithmetic, by the source's own tokens/s")
     for way in rows.ways_due(REFRESHED_WAYS_AT_SIZE, "time", **setting):
         every = int(way.partition(":")[2])
-        least_time = 1 + tps / (every * teacher_tps)
-        rows.add_figures(way, setting, 1, time=(least_time, least_time, least_time))
+        least_time = 1 + SOURCE_TPS["none"] / (every * SOURCE_TPS["teacher"])
+        rows.add_figures(way, setting, 1, time=[least_time] * 3)
 
 
-def add_variational_identity(rows: Rows) -> None:
+def add_variational_identity(rows: Results) -> None:
     """Append, for three symbols, the expectation of -log p(y) over y from q (left), what the
     source says that it is, KL(p || q) - H[p], and what it is, KL(q || p) + H[q]; in nats."""
     p, q = (0.7, 0.2, 0.1), (0.2, 0.3, 0.5)
@@ -445,8 +445,8 @@ def add_variational_identity(rows: Rows) -> None:
         "true": np.dot(q, of_q - of_p) - np.dot(q, of_q),
     }
     rows.set_conditions(f"arithmetic: three symbols, teacher {p}, student {q}")
-    for way in rows.ways_due(nats, "nats"):
-        rows.add_values(way, {}, nats=[nats[way]])
+    for way in rows.ways_due(nats, "nats", **ARITHMETIC):
+        rows.add_values(way, ARITHMETIC, nats=[nats[way]])
 
 
 # --- The study --------------------------------------------------------------------------------------
@@ -516,7 +516,7 @@ def add_more_texts(texts: Texts) -> None:
         add_quality(more, ("teacher", "none", "student"), mode)
 
 
-def measure_at_size(rows: Rows, quick: bool) -> None:
+def measure_at_size(rows: Results, quick: bool) -> None:
     """Append times at the size of a real model: random weights, on which times don't depend, and a
     student narrowed as pocket's is."""
     size, new_tokens, turns = ("2x2x64", 70, 1) if quick else ("355M", 260, 5)
@@ -567,8 +567,8 @@ def print_needs(texts: Texts, way_count: int, single_texts: int) -> None:
     )
 
 
-def measure(rows: Rows, args: argparse.Namespace) -> None:
-    """Measure every figure that has no row yet, or is to be measured again. With prompts from a
+def measure(rows: Results, args: argparse.Namespace) -> None:
+    """Measure every figure that has no row yet. With prompts from a
     file, print first what the run needs."""
     is_pocket, path = args.model.startswith("pocket"), args.prompts
     if is_pocket or path:
@@ -628,7 +628,7 @@ def measure(rows: Rows, args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    cli = StudyLine(__doc__, "refreshing", "less of everything", model="--teacher", again=True)
+    cli = StudyLine(__doc__, "refreshing", "less of everything", model="--teacher")
     cli.add_options("--student", "--chat")
     cli.add_argument("--prompts", metavar="FILE", help="CSV of your own prompts, column prompt")
     with cli.parse(argv) as args:
@@ -638,7 +638,7 @@ def main(argv: list[str] | None = None) -> None:
         difference = "run of other models or prompts" if others else ""
         trained = "int4" if args.model == REAL_MODEL and not others else "segments"
         setting = {"model": args.model, "trained": trained}
-        rows = open_model_rows("refreshing", args, RECORDED_MODELS, difference, setting)
+        rows = open_model_results("refreshing", args, RECORDED_MODELS, difference, setting)
         measure(rows, args)
         if args.model == "pocket" and not others:
             measure_at_size(rows, args.quick)

@@ -1,0 +1,79 @@
+"""Our question on exact speculation. study.py says what their metrics mean."""
+
+from studies.judging import Answer, metrics, question
+from studies.results import Results
+from studies.showing import Layout, column
+
+METRICS = (
+    metrics("perplexity", perplexity=".2f")
+    | metrics("mean", passes=".0f", kept=".0%", same=".0%", repeated=".0%")
+    | metrics("median", taken=".2f", tps=",.0f")
+)
+USUAL = {"model": "pocket", "student": "int8", "task": "open", "mode": "sampled"}
+NAMES = {
+    "teacher": "the teacher alone",
+    "exact:4": "exact, drafts of 4 by the student",
+    "exact:8": "exact, drafts of 8 by the student",
+    "exact:16": "exact, drafts of 16 by the student",
+    "text:8": "exact, drafts of 8 from the text",
+    "speculative:4": "a refresh every 4",
+    "speculative:8": "a refresh every 8",
+    "speculative:16": "a refresh every 16",
+}
+
+
+@question(
+    "Is a refreshed text better, at as many passes of the teacher, than exact speculation?",
+    "Do refreshes beat speculation that takes as many passes of the large model?",
+)
+def refresh_or_speculation(results: Results) -> Answer:
+    answer = results.change("speculative:4", "exact:4", "perplexity").below(0)
+    return answer, (
+        "a refresh every 4 tokens has a perplexity of "
+        f"{results.figure('speculative:4', 'perplexity'):±} for "
+        f"{results.figure('speculative:4', 'passes')} passes in 1,000 tokens, exact drafts of 4 "
+        f"have {results.figure('exact:4', 'perplexity'):±} for "
+        f"{results.figure('exact:4', 'passes')}, of 8 {results.figure('exact:8', 'perplexity'):±} "
+        f"for {results.figure('exact:8', 'passes')}. The teacher alone writes "
+        f"{results.figure('teacher', 'tps')} tokens/s, with drafts of 8 "
+        f"{results.figure('exact:8', 'tps')}: drafts save time only where they cost much less"
+    )
+
+
+@question(
+    "Do drafts that are copied from the text save time where a text is written again?",
+    "Do drafts copied from the text save time where a text is written again?",
+    at={"model": "smollm2", "mode": "greedy", "task": "rewrite"},
+    commands=("speculation --model smollm2",),
+)
+def copied_drafts(results: Results) -> Answer:
+    answer = results.figure("text:8", "taken").below(0.95)
+    return answer, (
+        f"{results.figure('text:8', 'taken'):±} of the time of the teacher alone, "
+        f"{results.figure('text:8', 'kept')} of the drafts stay; on open tasks "
+        f"{results.figure('text:8', 'taken', task='open'):±} and "
+        f"{results.figure('text:8', 'kept', task='open')}. Up to 5% (ours) is noise"
+    )
+
+
+TABLE = Layout(
+    "The teacher's passes in 1,000 tokens and its perplexity of the texts, with the share"
+    " of their 3-grams that are repetitions. SmolLM2: at most 96 greedy tokens after 6 "
+    "open prompts; its twin, with weights of 8 or 4 bits, drafts. Pocket: sampled at "
+    "temperature 1.",
+    ["teacher", "exact.*", "text:8", "speculative.*"],
+    [
+        column("SmolLM2, int8: passes", "passes", model="smollm2", mode="greedy"),
+        column("drafts kept", "kept", model="smollm2", mode="greedy"),
+        column("the same text", "same", model="smollm2", mode="greedy"),
+        column("perplexity", "perplexity", model="smollm2", mode="greedy"),
+        column("repeated", "repeated", model="smollm2", mode="greedy"),
+        column("int4: passes", "passes", model="smollm2", mode="greedy", student="int4"),
+        column("drafts kept ", "kept", model="smollm2", mode="greedy", student="int4"),
+        column("perplexity ", "perplexity", model="smollm2", mode="greedy", student="int4"),
+        column("pocket: passes", "passes"),
+        column("drafts kept  ", "kept"),
+        column("perplexity  ", "perplexity", interval=True),
+        column("tokens/s", "tps"),
+    ],
+)
