@@ -30,17 +30,17 @@ def lines(ways: str, **setting: Any) -> Lines:
 
 
 class Column(NamedTuple):
-    """A column of a table: its title, a metric in a setting, and whether intervals are shown."""
+    """A column of a table: its title, and a metric in a setting; "metric ±" with its intervals."""
 
     title: str
     metric: str
     setting: Setting
-    interval: bool
 
 
-def column(title: str, metric: str, interval: bool = False, **setting: Any) -> Column:
-    """Return the column of a metric in a setting."""
-    return Column(title, metric, setting, interval)
+def columns(of: str, metrics: dict[str, str], **setting: Any) -> list[Column]:
+    """Return columns, metrics by title, in one setting, which all titles begin with if it has a name."""
+    begin = f"{of}: " if of else ""
+    return [Column(begin + title, metric, setting) for title, metric in metrics.items()]
 
 
 @dataclass
@@ -88,28 +88,27 @@ def matching_ways(results: Results, asked: Iterable[str | Lines]) -> list[tuple[
 def table_of(results: Results) -> list[str | Table]:
     """Return the study's table, one line for each way; lines without a figure are left out."""
     layout, table_rows = results.claims.TABLE, []
-    columns = layout.columns
+    shown = layout.columns
     if layout.every:
-        columns = [
-            column(
-                f"{value}: {x.title}", x.metric, x.interval, **x.setting, **{layout.every: value}
-            )
-            for value in results.every[layout.every]
-            for x in columns
+        places = results.every[layout.every]
+        shown = [
+            Column(f"{place}: {title}", metric, setting | {layout.every: place})
+            for place in places
+            for title, metric, setting in layout.columns
         ]
     for way, setting in matching_ways(results, layout.ways):
         cells = []
-        for _, metric, column_setting, interval in columns:
+        for _, asked, column_setting in shown:
+            metric, _, interval = asked.partition(" ")
             both_settings = setting | column_setting
             agree = both_settings == column_setting | setting
             if agree and results.find(way, metric, **both_settings):
-                figure = results.figure(way, metric, **both_settings)
-                cells.append(f"{figure:±}" if interval else f"{figure}")
+                cells.append(format(results.figure(way, metric, **both_settings), interval))
             else:
                 cells.append("-")
         if {*cells} != {"-"}:
             table_rows.append([name_of(results, way, setting), *cells])
-    return [layout.title, Table(["", *(x.title for x in columns)], table_rows)]
+    return [layout.title, Table(["", *(column.title for column in shown)], table_rows)]
 
 
 def points_over(results: Results, way: str, metric: str, key: str, setting: Setting) -> list[Point]:

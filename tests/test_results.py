@@ -26,7 +26,7 @@ from studies.judging import (
     question,
 )
 from studies.results import Results
-from studies.showing import Layout, column, points_over, table_of
+from studies.showing import Layout, columns, points_over, table_of
 from support.tables import page
 from support.timing import run_in_turns
 
@@ -46,7 +46,7 @@ class Made(ModuleType):
     TABLE = Layout(
         "All ways.",
         ["old", ".*"],
-        [column("share", "share", interval=True), column("large", "share", size=2)],
+        [*columns("", {"share": "share ±"}), *columns("large", {"share": "share"}, size=2)],
     )
 
 
@@ -173,7 +173,7 @@ def test_a_claim_says_its_figures_and_a_reduced_run_gives_no_verdict(
 def test_the_table_has_a_line_a_way_by_its_name(rows: Results) -> None:
     rows.add_values("new", {"size": 2}, share=[0.6])
     title, table = table_of(rows)
-    assert title == "All ways." and [*table.header] == ["", "share", "large"]
+    assert title == "All ways." and [*table.header] == ["", "share", "large: share"]
     assert table.rows == [["the old way", "0.25 (0.15 to 0.35)", "-"], ["new", "-", "0.60"]]
     formatted = [
         f"{Figure(x, metric=Metric(form=form))}"

@@ -2,7 +2,7 @@
 
 from studies.judging import Answer, Source, claim, metrics, question
 from studies.results import Results
-from studies.showing import Layout, column
+from studies.showing import Layout, columns
 
 SOURCE = Source(
     "Understanding and Coding the KV Cache in LLMs from Scratch",
@@ -176,5 +176,5 @@ TABLE = Layout(
     "Time of 200 tokens, in units of the growing cache's in the same turn, with the range"
     " of the turns. Not tested: a GPU.",
     ["all-logits", "no-cache", "growing", "preallocated"],
-    [column("seconds", "seconds"), column("time", "time", interval=True)],
+    columns("", {"seconds": "seconds", "time": "time ±"}),
 )

@@ -2,7 +2,7 @@
 
 from studies.judging import Answer, Source, claim, for_each, metrics, question
 from studies.results import Results
-from studies.showing import Layout, column
+from studies.showing import Layout, columns
 
 SOURCE = Source(
     "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression",
@@ -191,18 +191,29 @@ TABLE = Layout(
         "(?!swapped).*",
     ],
     [
-        column("SmolLM2: bytes a token", "each", model="smollm2"),
-        column("KL", "kl", model="smollm2"),
-        column("perplexity", "above", model="smollm2"),
-        column("after 1,000", "long", model="smollm2"),
-        column("facts", "facts", model="smollm2"),
-        column("list again", "list", model="smollm2"),
-        column("pocket: bytes", "each"),
-        column("KL ", "kl"),
-        column("perplexity ", "above"),
-        column("facts ", "facts"),
-        column("list again ", "list"),
-        column("ms a token, 124M", "ms", model="124M"),
+        *columns(
+            "SmolLM2",
+            {
+                "bytes a token": "each",
+                "KL": "kl",
+                "perplexity": "above",
+                "after 1,000": "long",
+                "facts": "facts",
+                "list again": "list",
+            },
+            model="smollm2",
+        ),
+        *columns(
+            "pocket",
+            {
+                "bytes": "each",
+                "KL": "kl",
+                "perplexity": "above",
+                "facts": "facts",
+                "list again": "list",
+            },
+        ),
+        *columns("124M", {"ms a token": "ms"}, model="124M"),
     ],
 )
 FIGURES = {

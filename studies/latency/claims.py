@@ -3,7 +3,7 @@
 from studies.judging import Answer, claim, metrics
 from studies.recycling.claims import SOURCE
 from studies.results import Results
-from studies.showing import Layout, column, lines
+from studies.showing import Layout, columns, lines
 
 METRICS = (
     metrics("median", first=".3g", restore=".2g", saved=".0%", saved_all=".0%")
@@ -39,11 +39,11 @@ TABLE = Layout(
     "restore these.",
     [".*"],
     [
-        column("m 128, k 115", "first", m=128, share=90),
-        column("restore", "restore", m=128, share=90),
-        column("m 1,000, k 900", "first", m=1000, share=90),
-        column("restore   ", "restore", m=1000, share=90),
-        column("pays from k", "pays"),
+        *columns("m 128, k 115", {"first token": "first", "restore": "restore"}, m=128, share=90),
+        *columns(
+            "m 1,000, k 900", {"first token": "first", "restore": "restore"}, m=1000, share=90
+        ),
+        *columns("", {"pays from k": "pays"}),
     ],
 )
 FIGURES = {

@@ -3,7 +3,7 @@
 from studies.bounding.claims import SOURCE
 from studies.judging import NOT_SHOWN, Answer, claim, metrics
 from studies.results import Results
-from studies.showing import Layout, column
+from studies.showing import Layout, columns
 
 METRICS = metrics("median", tps=".1f", faster=".2f") | metrics("exact", mb=",.1f", share=".0%")
 USUAL = {"model": "124M", "after": 16000}
@@ -104,11 +104,8 @@ TABLE = Layout(
     "Decoding one text, random weights: tokens/s, and MB of cache, after so many tokens.",
     [".*"],
     [
-        column("after 1,000", "tps", after=1000),
-        column("MB ", "mb", after=1000),
-        column("after 4,000", "tps", after=4000),
-        column("MB  ", "mb", after=4000),
-        column("after 16,000", "tps"),
-        column("MB    ", "mb"),
+        *columns("after 1,000", {"tokens/s": "tps", "MB": "mb"}, after=1000),
+        *columns("after 4,000", {"tokens/s": "tps", "MB": "mb"}, after=4000),
+        *columns("after 16,000", {"tokens/s": "tps", "MB": "mb"}, after=16000),
     ],
 )

@@ -2,7 +2,7 @@
 
 from studies.judging import Answer, Source, claim, for_each, metrics, question
 from studies.results import Results
-from studies.showing import Layout, column
+from studies.showing import Layout, columns
 
 SOURCE = Source(
     "Cross-Prompt KV Projection Warm-Start",
@@ -399,7 +399,7 @@ TABLE = Layout(
         "neighbour",
         "none",
     ],
-    [column("sooner", "saved"), column("≤ 0.05", "low")],
+    columns("", {"sooner": "saved", "≤ 0.05": "low"}),
     every="kind",
 )
 FIGURES = {

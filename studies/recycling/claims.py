@@ -2,7 +2,7 @@
 
 from studies.judging import Answer, Source, claim, metrics
 from studies.results import Results
-from studies.showing import Layout, column, lines
+from studies.showing import Layout, columns, lines
 
 SOURCE = Source(
     "KV Cache Recycling to Expand Usable Context Capacity in Low Parameter LLMs",
@@ -235,11 +235,14 @@ TABLE = Layout(
         "cold|recycled|published",
         lines("cold|recycled|published", model="355M", order="source"),
     ],
-    [
-        column("first token", "first"),
-        column("last token", "latency"),
-        column("latency saved", "saved", interval=True),
-        column("the same answers", "answers"),
-        column("similarity", "similarity"),
-    ],
+    columns(
+        "",
+        {
+            "first token": "first",
+            "last token": "latency",
+            "latency saved": "saved ±",
+            "the same answers": "answers",
+            "similarity": "similarity",
+        },
+    ),
 )

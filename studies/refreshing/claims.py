@@ -2,7 +2,7 @@
 
 from studies.judging import DOES_NOT_HOLD, HOLDS, Answer, Source, claim, for_each, metrics, question
 from studies.results import Results
-from studies.showing import Layout, column, lines
+from studies.showing import Layout, columns, lines
 
 SOURCE = Source(
     "KV-Cache Refresh Methods for Long Generation",
@@ -359,26 +359,33 @@ TABLE = Layout(
         lines("dropout:.*", trained="dropout"),
     ],
     [
-        column(
-            "SmolLM2, int4: perplexity",
-            "perplexity",
-            interval=True,
-            model="smollm2",
-            trained="int4",
+        *columns(
+            "SmolLM2, int4",
+            {
+                "perplexity": "perplexity ±",
+                "repeated": "repeated",
+                "last 50 tokens": "tail",
+                "characters": "characters",
+            },
+            **TWIN,
         ),
-        column("repeated", "repeated", model="smollm2", trained="int4"),
-        column("last 50 tokens", "tail", model="smollm2", trained="int4"),
-        column("characters", "characters", model="smollm2", trained="int4"),
-        column("greedy: perplexity", "perplexity", model="smollm2", trained="int4", mode="greedy"),
-        column("repeated ", "repeated", model="smollm2", trained="int4", mode="greedy"),
-        column("int3: perplexity", "perplexity", model="smollm2", trained="int3"),
-        column("pocket: perplexity", "perplexity", interval=True),
-        column("trained alone", "perplexity", trained="alone"),
-        column("refreshes", "refreshes"),
-        column("time", "time", interval=True),
-        column("by formula", "time", by="formula"),
-        column("355M: ms to the first token", "first_ms", model="355M", tokens=260),
-        column("tokens/s", "tps", model="355M", tokens=260),
+        *columns(
+            "SmolLM2, int4, greedy",
+            {"perplexity": "perplexity", "repeated": "repeated"},
+            **TWIN,
+            mode="greedy",
+        ),
+        *columns("SmolLM2, int3", {"perplexity": "perplexity"}, model="smollm2", trained="int3"),
+        *columns("pocket", {"perplexity": "perplexity ±"}),
+        *columns("pocket, trained alone", {"perplexity": "perplexity"}, trained="alone"),
+        *columns("pocket", {"refreshes": "refreshes", "time": "time ±"}),
+        *columns("pocket, by formula", {"time": "time"}, by="formula"),
+        *columns(
+            "355M",
+            {"ms to the first token": "first_ms", "tokens/s": "tps"},
+            model="355M",
+            tokens=260,
+        ),
     ],
 )
 FIGURES = {

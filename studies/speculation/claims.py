@@ -2,7 +2,7 @@
 
 from studies.judging import Answer, metrics, question
 from studies.results import Results
-from studies.showing import Layout, column
+from studies.showing import Layout, columns
 
 METRICS = (
     metrics("perplexity", perplexity=".2f")
@@ -63,17 +63,33 @@ TABLE = Layout(
     "temperature 1.",
     ["teacher", "exact.*", "text:8", "speculative.*"],
     [
-        column("SmolLM2, int8: passes", "passes", model="smollm2", mode="greedy"),
-        column("drafts kept", "kept", model="smollm2", mode="greedy"),
-        column("the same text", "same", model="smollm2", mode="greedy"),
-        column("perplexity", "perplexity", model="smollm2", mode="greedy"),
-        column("repeated", "repeated", model="smollm2", mode="greedy"),
-        column("int4: passes", "passes", model="smollm2", mode="greedy", student="int4"),
-        column("drafts kept ", "kept", model="smollm2", mode="greedy", student="int4"),
-        column("perplexity ", "perplexity", model="smollm2", mode="greedy", student="int4"),
-        column("pocket: passes", "passes"),
-        column("drafts kept  ", "kept"),
-        column("perplexity  ", "perplexity", interval=True),
-        column("tokens/s", "tps"),
+        *columns(
+            "SmolLM2, int8",
+            {
+                "passes": "passes",
+                "drafts kept": "kept",
+                "the same text": "same",
+                "perplexity": "perplexity",
+                "repeated": "repeated",
+            },
+            model="smollm2",
+            mode="greedy",
+        ),
+        *columns(
+            "SmolLM2, int4",
+            {"passes": "passes", "drafts kept": "kept", "perplexity": "perplexity"},
+            model="smollm2",
+            mode="greedy",
+            student="int4",
+        ),
+        *columns(
+            "pocket",
+            {
+                "passes": "passes",
+                "drafts kept": "kept",
+                "perplexity": "perplexity ±",
+                "tokens/s": "tps",
+            },
+        ),
     ],
 )
