@@ -179,7 +179,7 @@ def test_penalties_are_chosen_by_family_and_have_the_least_error(
     trial.stage_2(fresh, trial.own_summary)
     # Whose penalty is that of the proposal's m:
     trial.stage_2(replace(fresh, m=4), trial.own_summary)
-    trial.stage_1_penalty.__wrapped__()
+    ways.Trial.stage_1_penalty.__wrapped__(trial)
     families = [p.family for p in trial.train]
     PairEncoder.fit(trial.tokenizer, [p.text for p in trial.train], families)
     of_stage_1 = [p.family for p in trial.stage_1_prompts]
