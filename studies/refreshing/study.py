@@ -39,7 +39,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tiktoken
@@ -51,7 +51,7 @@ from formats.chat import beginning_tokens, question_form
 from formats.products import order_for_decoding
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache, generate, sample
-from load_gpt2_weights import load_tokenizer, random_model
+from load_gpt2_weights import random_model
 from overfill import (
     Entropy,
     Gate,
@@ -567,61 +567,83 @@ def print_needs(texts: Texts, way_count: int, single_texts: int) -> None:
     )
 
 
+class Size(NamedTuple):
+    """How many tokens are written after how many prompts, and how often each text is timed."""
+
+    new_tokens: int
+    prompts: int
+    turns: int
+
+
+def size_of(args: argparse.Namespace) -> Size:
+    """Return the size of a run: texts in data/real are shorter and fewer than other prompts' texts."""
+    if args.prompts or args.model.startswith("pocket"):
+        return Size(72, 4, 1) if args.quick else Size(1000, 50, 9)
+    return Size(24, 4, 1) if args.quick else Size(192, 12, 4)
+
+
+def students_of(args: argparse.Namespace) -> dict[str, tuple[str, Sequence[str]]]:
+    """Return the students by how they were trained: a model's name, and the ways to refresh it."""
+    is_pocket = args.model.startswith("pocket")
+    if is_pocket and not args.student:
+        return STUDENTS
+    if args.model == REAL_MODEL and not args.student and not args.prompts:
+        return {"int4": REAL_STUDENTS["int4"]} if args.quick else REAL_STUDENTS
+    ways = USUAL_WAYS if is_pocket or args.prompts else REAL_WAYS
+    return {"segments": (args.student or default_student(args.model), ways)}
+
+
+def texts_of(
+    rows: Results, args: argparse.Namespace, size: Size, training: str, student_name: str
+) -> Texts:
+    """Return what a student writes, and after which prompts."""
+    teacher, student, tokenizer = load_pair(
+        args.model, student_name, device=args.device, dtype=args.dtype
+    )
+    room = min(teacher.config.n_ctx, student.config.n_ctx) - size.new_tokens
+    prompts = load_prompts(args.model, tokenizer, args.prompts, size.prompts, room, args.chat)
+    prompts = {split: ids.to(args.device) for split, ids in prompts.items()}
+    models, setting = {"teacher": teacher, "student": student}, {"trained": training}
+    texts = Texts(rows, models, prompts, size.new_tokens, setting, tokenizer=tokenizer)
+    if not args.model.startswith("pocket"):
+        texts.setting["model"] = args.model
+        texts.end_ids = end_tokens_of(tokenizer)
+    return texts
+
+
 def measure(rows: Results, args: argparse.Namespace) -> None:
-    """Measure every figure that has no row yet. With prompts from a
-    file, print first what the run needs."""
-    is_pocket, path = args.model.startswith("pocket"), args.prompts
-    if is_pocket or path:
-        new_tokens, prompt_count, turns = (72, 4, 1) if args.quick else (1000, 50, 9)
-    else:
-        new_tokens, prompt_count, turns = (24, 4, 1) if args.quick else (192, 12, 4)
-    tokenizer, modes = load_tokenizer(args.model), [*MODES]
-    if is_pocket and args.student is None:
-        students = STUDENTS
-    elif args.student is None and args.model == REAL_MODEL and path is None:
-        students = REAL_STUDENTS
-    else:
-        ways = USUAL_WAYS if is_pocket or path else REAL_WAYS
-        students = {"segments": (args.student or default_student(args.model), ways)}
-    if args.quick and not is_pocket:
-        students = dict([*students.items()][:1])
-        modes = modes[:1]
+    """Measure every figure that has no row yet. With prompts from a file, print first what the run
+    needs."""
+    size, students = size_of(args), students_of(args)
+    is_short = args.quick and not args.model.startswith("pocket")
+    modes = [*MODES][:1] if is_short else [*MODES]
     for training, (name, ways) in students.items():
-        teacher, student, _ = load_pair(args.model, name, device=args.device, dtype=args.dtype)
-        room = min(teacher.config.n_ctx, student.config.n_ctx) - new_tokens
-        prompts = load_prompts(args.model, tokenizer, path, prompt_count, room, args.chat)
-        prompts = {split: ids.to(args.device) for split, ids in prompts.items()}
-        setting = {"trained": training}
-        if not is_pocket:
-            setting["model"] = args.model
-        models = {"teacher": teacher, "student": student}
-        texts = Texts(rows, models, prompts, new_tokens, setting, tokenizer=tokenizer)
-        if not is_pocket:
-            texts.end_ids = end_tokens_of(tokenizer)
+        texts = texts_of(rows, args, size, training, name)
+        teacher, student = texts.models.values()
         same_geometry = not geometry_difference(teacher, student)
         if not same_geometry:  # the teacher's cache can't be spliced into the student's
             ways = [way for way in ways if way not in PUBLISHED]
-        text_count, prompt_length = prompts["test"].shape
+        text_count, prompt_length = texts.prompts["test"].shape
         timed_prompts = min(3, text_count)
-        if path is not None:
-            print_needs(texts, len(ways), turns * timed_prompts)
+        if args.prompts:
+            print_needs(texts, len(ways), size.turns * timed_prompts)
         drawn = "sampled at temperature 1" + (", or greedy" if "greedy" in modes else "")
         rows.set_model_conditions(
             args.model,
             teacher,
             f"student {name}: {parameter_count_text(student)}",
-            f"{text_count} held-out prompts of {prompt_length} tokens, {new_tokens:,} new tokens, {drawn}",
-            f"times: single texts after {timed_prompts} of them, turns: {turns}",
+            f"{text_count} held-out prompts of {prompt_length} tokens, {size.new_tokens:,} new tokens, {drawn}",
+            f"times: single texts after {timed_prompts} of them, turns: {size.turns}",
         )
         for mode in modes:
             add_quality(texts, ways, mode)
         if training == "dropout":
             add_signal_areas(texts)
         if training in ("segments", "int4") and same_geometry:
-            add_cache_errors(texts, WAYS_ALONG_A_TEXT, max(1, prompt_count // 6))
+            add_cache_errors(texts, WAYS_ALONG_A_TEXT, max(1, size.prompts // 6))
         if training in ("segments", "dropout", "int4"):
-            add_times(texts, ways, timed_prompts, turns)
-        add_predicted_times(rows, new_tokens, setting)
+            add_times(texts, ways, timed_prompts, size.turns)
+        add_predicted_times(rows, size.new_tokens, texts.setting)
         if students is STUDENTS and training == "segments" and not rows.no_verdict_reason:
             add_more_texts(texts)
     add_variational_identity(rows)
