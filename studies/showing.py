@@ -85,16 +85,29 @@ def matching_ways(results: Results, asked: Iterable[str | Lines]) -> list[tuple[
     return matches
 
 
+def column_here(results: Results, column: Column) -> Column:
+    """Return a column; in a run of another model, with that model in the place of the recorded one."""
+    model, title = results.usual.get("model"), column.title
+    if model in (None, results.claims.USUAL.get("model")):
+        return column
+    for recorded in ("SmolLM2", "pocket"):
+        title = title.replace(recorded, model)
+    setting = column.setting
+    if setting.get("model") in results.instead:
+        setting = setting | {"model": model}
+    return Column(title, column.metric, setting)
+
+
 def table_of(results: Results) -> list[str | Table]:
     """Return the study's table, one line for each way; lines without a figure are left out."""
     layout, table_rows = results.claims.TABLE, []
-    shown = layout.columns
+    shown = [column_here(results, column) for column in layout.columns]
     if layout.every:
         places = results.every[layout.every]
         shown = [
             Column(f"{place}: {title}", metric, setting | {layout.every: place})
             for place in places
-            for title, metric, setting in layout.columns
+            for title, metric, setting in shown
         ]
     for way, setting in matching_ways(results, layout.ways):
         cells = []
@@ -131,7 +144,7 @@ def curves_of(results: Results, definition: dict[str, Any]) -> Curves:
     label; `at` is a part of the setting that labels don't mention, such as the model.
     """
     curves: Curves = {}
-    place = definition.get("at", {})
+    place = column_here(results, Column("", "", definition.get("at", {}))).setting
     legend = definition.get("legend", {})
     metric, ways = definition["y"], definition.get("ways", results.claims.TABLE.ways)
     for way, setting in matching_ways(results, ways):

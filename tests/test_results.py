@@ -175,6 +175,11 @@ def test_the_table_has_a_line_a_way_by_its_name(rows: Results) -> None:
     title, table = table_of(rows)
     assert title == "All ways." and [*table.header] == ["", "share", "large: share"]
     assert table.rows == [["the old way", "0.25 (0.15 to 0.35)", "-"], ["new", "-", "0.60"]]
+    rows.usual["model"], rows.instead = "gpt2", {"smollm2": "gpt2"}  # as in a run of another model
+    rows.add_values("new", {}, share=[0.7])
+    real = columns("SmolLM2", {"share": "share"}, model="smollm2")
+    rows.claims.TABLE = Layout("All ways.", ["new"], real)
+    assert table_of(rows)[1] == (["", "gpt2: share"], [["new", "0.70"]], 1)
     formatted = [
         f"{Figure(x, metric=Metric(form=form))}"
         for x in (-0.0001, -0.0)
