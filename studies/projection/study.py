@@ -523,6 +523,34 @@ def kinds_of(args: argparse.Namespace) -> dict[str, Splits]:
     return {kind: pocket_families(kind, args.seed, max_families) for kind in kinds}
 
 
+def measure(
+    rows: Results,
+    model: GPT,
+    name: str,
+    families_by_kind: dict[str, Splits],
+    args: argparse.Namespace,
+) -> None:
+    """Measure every figure that has no row yet: of each kind of prompts, then at GPT-2's size."""
+    tokenizer, turns, quick_steps = load_tokenizer(args.model), 7, 0
+    if args.quick:
+        turns, quick_steps = 1, 20
+    for number, (kind, families) in enumerate(families_by_kind.items()):
+        match_names = bool(args.pairs) or kind not in POCKET_KINDS
+        trial = Trial(model, tokenizer, kind, families, args.seed, quick_steps, match_names)
+        detail = "; a stored prompt has to share the new one's names" if match_names else ""
+        rows.set_model_conditions(name, model, f"held-out families of paraphrases{detail}")
+        tau = measure_kind(rows, trial, turns)
+        if not math.isfinite(tau):
+            continue
+        if number == 0:
+            save_libraries(trial, tau, args.out / "library")
+        measure_other_numbers(rows, trial)
+    if not rows.no_verdict_reason:
+        measure_lengths(rows, turns)
+        add_savings_by_length(rows)
+        add_derived(rows)
+
+
 def main(argv: list[str] | None = None) -> None:
     models = f"pocket, pocket-llama or {REAL_MODEL}; with --pairs FILE also {NAMES}"
     cli = StudyLine(__doc__, "projection", "few families", models=models)
@@ -540,33 +568,10 @@ def main(argv: list[str] | None = None) -> None:
         families_by_kind = kinds_of(args)
         is_recorded = args.model in RECORDED_MODELS and not args.pairs
         different = "" if is_recorded else "run of other prompts or another model"
-        rows, turns = open_results("projection", args, different), 1 if args.quick else 7
-        (model, name), tokenizer = load_chosen_model(args), load_tokenizer(args.model)
-        quick_steps = 20 if args.quick else 0
-        kinds = [*families_by_kind]
+        rows = open_results("projection", args, different)
         if rows.no_verdict_reason:
+            kinds = [*families_by_kind]
             rows.usual |= {"model": args.model, "kind": kinds[0]}
             rows.every["kind"] = kinds
-        for kind, families in families_by_kind.items():
-            is_of_pocket = not args.pairs and kind in POCKET_KINDS
-            trial = Trial(
-                model,
-                tokenizer,
-                kind,
-                families,
-                args.seed,
-                quick_steps,
-                match_names=not is_of_pocket,
-            )
-            detail = "" if is_of_pocket else "; a stored prompt has to share the new one's names"
-            rows.set_model_conditions(name, model, f"held-out families of paraphrases{detail}")
-            tau = measure_kind(rows, trial, turns)
-            if kind == kinds[0] and math.isfinite(tau):
-                save_libraries(trial, tau, args.out / "library")
-            if math.isfinite(tau):
-                measure_other_numbers(rows, trial)
-        if not rows.no_verdict_reason:
-            measure_lengths(rows, turns)
-            add_savings_by_length(rows)
-            add_derived(rows)
+        measure(rows, *load_chosen_model(args), families_by_kind, args)
         report(rows)
