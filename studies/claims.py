@@ -54,7 +54,7 @@ class Finding:
 
 def judge_claim(results: Results, claim: Claim) -> Finding:
     """Return what was found of a claim. Raises Missing if figures are missing everywhere."""
-    there = results.at(**claim.at)
+    there = results.at(**results.here(claim.at))
     there.place, there.first_conditions = "", {}
     answer, figure = claim.judge(there)
     verdict = ""

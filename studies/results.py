@@ -43,7 +43,9 @@ class Results:
         self.metrics: dict[str, Metric] = self.claims.METRICS
         self.usual: Setting = dict(self.claims.USUAL)  # what a setting leaves out
         self.every: dict[str, Sequence] = dict(getattr(self.claims, "EVERY", {}))
-        self.instead: dict[str, str] = {}  # models in whose place at() looks up another one
+        self.instead: dict[
+            str, str
+        ] = {}  # the model of a run, by those in whose place claims are judged on it
         self.first_conditions: dict[str, list[str]] = {}  # by place: of the first figure looked up
         self.place = ""  # the last one that at() was given
         self.conditions: list[str] = []  # of the rows to come
@@ -75,11 +77,14 @@ class Results:
         setting = row["setting"] | {"model": row["model"]}
         self.rows[self._key(row["way"], setting, row["metric"])] = row
 
+    def here(self, setting: Setting) -> Setting:
+        """Return a setting with the model of this run in the place of a recorded one."""
+        model = setting.get("model")
+        return setting | {"model": self.instead[model]} if model in self.instead else setting
+
     def at(self, **setting: Any) -> "Results":
         """Return these results, in which figures are looked up in a setting."""
-        there, model = copy.copy(self), setting.get("model")
-        if model in self.instead:
-            setting["model"] = self.instead[model]
+        there = copy.copy(self)
         there.usual = self.usual | setting
         return there
 

@@ -92,10 +92,7 @@ def column_here(results: Results, column: Column) -> Column:
         return column
     for recorded in ("SmolLM2", "pocket"):
         title = title.replace(recorded, model)
-    setting = column.setting
-    if setting.get("model") in results.instead:
-        setting = setting | {"model": model}
-    return Column(title, column.metric, setting)
+    return Column(title, column.metric, results.here(column.setting))
 
 
 def table_of(results: Results) -> list[str | Table]:
