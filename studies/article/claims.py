@@ -14,6 +14,7 @@ METRICS = metrics("turns", seconds=".1f", time=".2f") | metrics(
 )
 USUAL = {"model": "124M"}  # and the two lines of its window, tried on a smaller one:
 TWO_LINES = {"model": "4x4x64"}
+LONGER_PROMPTS = ({"after": 128}, {"after": 512}, {"after": 1000})
 NAMES = {
     "all-logits": "no cache, logits of all positions",
     "no-cache": "no cache",
@@ -31,9 +32,9 @@ NAMES = {
     partly='our files; "~5x" is read as 4.5 or more (ours)',
 )
 def speed_up(results: Results) -> Answer:
-    answer = results.figure("all-logits", "time").above(4.5)
-    return answer, (
-        f"without a cache {results.figure('all-logits', 'time'):±} times as long, "
+    times = results.figure("all-logits", "time")
+    return times.above(4.5), (
+        f"without a cache {times:±} times as long, "
         f"{results.figure('no-cache', 'time'):±} without needless logits"
     )
 
@@ -46,16 +47,11 @@ def speed_up(results: Results) -> Answer:
     partly="our files",
 )
 def same_text(results: Results) -> Answer:
-    answer = min(
-        results.change("growing", "no-cache", "same").within(0),
-        results.change("growing", "no-cache", "same", after=128).within(0),
-        results.change("growing", "no-cache", "same", after=512).within(0),
-        results.change("growing", "no-cache", "same", after=1000).within(0),
-    )
-    return answer, (
-        f"{results.figure('growing', 'same')} of the tokens are the same, after 1,000 others "
-        f"{results.figure('growing', 'same', after=1000)}"
-    )
+    same, *after_longer = [
+        results.figure("growing", "same", **setting) for setting in ({}, *LONGER_PROMPTS)
+    ]
+    answer = min(figure.plus(-1).within(0) for figure in (same, *after_longer))
+    return answer, f"{same} of the tokens are the same, after 1,000 others {after_longer[-1]}"
 
 
 @claim(
@@ -67,18 +63,12 @@ def same_text(results: Results) -> Answer:
     partly="read as the gain over no cache, since with one the speed itself falls",
 )
 def gain_by_length(results: Results) -> Answer:
-    answer = min(
-        results.figure("no-cache", "time", after=512)
-        .change(results.figure("no-cache", "time", after=128))
-        .above(0),
-        results.figure("no-cache", "time", after=1000)
-        .change(results.figure("no-cache", "time", after=512))
-        .above(0),
+    short, medium, long = (
+        results.figure("no-cache", "time", **setting) for setting in LONGER_PROMPTS
     )
-    return answer, (
-        f"without a cache a token takes {results.figure('no-cache', 'time', after=128):±} times as "
-        f"long after 128, {results.figure('no-cache', 'time', after=512):±} after 512, "
-        f"{results.figure('no-cache', 'time', after=1000):±} after 1,000"
+    return min(medium.change(short).above(0), long.change(medium).above(0)), (
+        f"without a cache a token takes {short:±} times as long after 128, {medium:±} after 512, "
+        f"{long:±} after 1,000"
     )
 
 
@@ -90,18 +80,11 @@ def gain_by_length(results: Results) -> Answer:
     arithmetic=True,
 )
 def linear_memory(results: Results) -> Answer:
-    answer = min(
-        results.figure("growing", "each", after=512)
-        .change(results.figure("growing", "each", after=128))
-        .within(0),
-        results.figure("growing", "each", after=1000)
-        .change(results.figure("growing", "each", after=128))
-        .within(0),
+    short, medium, long = (
+        results.figure("growing", "each", **setting) for setting in LONGER_PROMPTS
     )
-    return answer, (
-        f"{results.figure('growing', 'each', after=128)} bytes a token after 128, "
-        f"{results.figure('growing', 'each', after=1000)} after 1,000"
-    )
+    answer = min(medium.change(short).within(0), long.change(short).within(0))
+    return answer, f"{short} bytes a token after 128, {long} after 1,000"
 
 
 @claim(
@@ -112,17 +95,12 @@ def linear_memory(results: Results) -> Answer:
     partly="a ring with a spare slot; judged after 1,000 tokens; up to 5% (ours) is noise",
 )
 def preallocation(results: Results) -> Answer:
-    answer = min(
-        results.figure("preallocated", "time", after=1000).below(0.95),
-        results.figure("preallocated", "bytes", after=1000)
-        .change(results.figure("preallocated", "bytes", after=128))
-        .within(0),
-    )
+    short, _, long = (results.at(**setting) for setting in LONGER_PROMPTS)
+    time, nbytes = long.figure("preallocated", "time"), long.figure("preallocated", "bytes")
+    answer = min(time.below(0.95), nbytes.change(short.figure("preallocated", "bytes")).within(0))
     return answer, (
-        f"after 1,000 tokens a token takes {results.figure('preallocated', 'time', after=1000):±} "
-        "times as long as with torch.cat, after 128 "
-        f"{results.figure('preallocated', 'time', after=128):±}; "
-        f"{results.figure('preallocated', 'bytes', after=1000)} bytes after both"
+        f"after 1,000 tokens a token takes {time:±} times as long as with torch.cat, after 128 "
+        f"{short.figure('preallocated', 'time'):±}; {nbytes} bytes after both"
     )
 
 
@@ -136,10 +114,10 @@ def preallocation(results: Results) -> Answer:
     at=TWO_LINES,
 )
 def window_keeps_the_last(results: Results) -> Answer:
-    answer = results.figure("token-by-token", "wrong").within(0)
-    return answer, (
-        f"{results.figure('token-by-token', 'wrong')} of the logits differ from attention to the "
-        "last 8 tokens, if tokens are fed one by one and positions keep counting"
+    wrong = results.figure("token-by-token", "wrong")
+    return wrong.within(0), (
+        f"{wrong} of the logits differ from attention to the last 8 tokens, if tokens are fed one "
+        "by one and positions keep counting"
     )
 
 
@@ -149,13 +127,10 @@ def window_keeps_the_last(results: Results) -> Answer:
     at=TWO_LINES,
 )
 def long_prompts_and_chunks(results: Results) -> Answer:
-    answer = min(
-        results.figure("prompt", "wrong").within(0), results.figure("chunks", "wrong").within(0)
-    )
-    return answer, (
-        f"a prompt of 24 leaves {results.figure('prompt', 'wrong')} of the next logits wrong, "
-        f"chunks of five {results.figure('chunks', 'wrong')}: keys are evicted before the queries "
-        "that still see them have read them"
+    prompt, chunks = (results.figure(way, "wrong") for way in ("prompt", "chunks"))
+    return min(prompt.within(0), chunks.within(0)), (
+        f"a prompt of 24 leaves {prompt} of the next logits wrong, chunks of five {chunks}: keys are "
+        "evicted before the queries that still see them have read them"
     )
 
 
@@ -165,10 +140,10 @@ def long_prompts_and_chunks(results: Results) -> Answer:
     at=TWO_LINES,
 )
 def positions_by_length(results: Results) -> Answer:
-    answer = results.figure("by-length", "wrong").within(0)
-    return answer, (
-        f"{results.figure('by-length', 'wrong')} of the logits are wrong: once the window is full, "
-        "every new token is read at position 7 or 8"
+    wrong = results.figure("by-length", "wrong")
+    return wrong.within(0), (
+        f"{wrong} of the logits are wrong: once the window is full, every new token is read at "
+        "position 7 or 8"
     )
 
 

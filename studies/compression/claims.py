@@ -14,6 +14,7 @@ KIVI = Source(
     "Llama-2, Falcon and Mistral of 7 and 13 billion parameters, float16; groups and "
     "residual of 32 or 128 tokens; CoQA, TruthfulQA, GSM8K, LongBench",
 )
+SIZES = "SmolLM2 of 135 million parameters, a GPT-2 and a Llama of 3 million"
 BOTH = ("compression", "compression --model smollm2")
 METRICS = (
     metrics("mean", kl=".4f", above="+.1%", long=".4f", facts=".0%", list=".2f")
@@ -22,6 +23,7 @@ METRICS = (
 )
 USUAL = {"model": "pocket"}
 EVERY = {"model": ["smollm2", "pocket", "pocket-llama"]}
+NO_LOSS, NO_FACTS_LOST = 0.03, 0.1  # ours: up to 3% of perplexity, and 10 points of recall
 NAMES = {
     "bits": "all tokens, in 8, 4, 2 bits",
     "window": "a window",
@@ -52,27 +54,23 @@ NAMES = {
     "Abstract, quality",
     "KIVI can enable Llama, Falcon, and Mistral models to maintain almost the same quality",
     "A cache in 2 bits is almost as good",
-    partly="SmolLM2 of 135 million parameters, a GPT-2 and a Llama of 3 million; up to 3% of "
-    "perplexity and 10 points of recall (ours) are almost the same",
+    partly=f"{SIZES}; up to 3% of perplexity and 10 points of recall (ours) are almost the same",
     commands=BOTH,
 )
 def two_bits(results: Results) -> Answer:
     def judge(there: Results) -> tuple:
-        answer = min(
-            there.figure("bits:2", "above").below(0.03),
-            there.change("bits:2", "full", "facts").within(0.1),
-        )
+        above, facts = there.figure("bits:2", "above"), there.figure("bits:2", "facts")
+        full = there.figure("full", "facts")
         return (
-            answer,
-            f"{there.figure('bits:2', 'above'):±}",
+            min(above.below(NO_LOSS), facts.change(full).within(NO_FACTS_LOST)),
+            f"{above:±}",
             f"{there.figure('bits:4', 'above')}",
-            f"{there.figure('bits:2', 'facts')} ({there.figure('full', 'facts')} by full attention)",
+            f"{facts} ({full} by full attention)",
         )
 
     answer, two, four, facts = for_each(results, "model", judge)
-    return (
-        answer,
-        f"2 bits raise perplexity by {two}. 4 bits by {four}. Early facts recalled: {facts}",
+    return answer, (
+        f"2 bits raise perplexity by {two}. 4 bits by {four}. Early facts recalled: {facts}"
     )
 
 
@@ -82,13 +80,13 @@ def two_bits(results: Results) -> Answer:
     "the key cache should be quantized per-channel … In contrast, the value cache should "
     "be quantized per-token",
     "Keys should be rounded by channel, values by token",
-    partly="SmolLM2 of 135 million parameters, a GPT-2 and a Llama of 3 million",
+    partly=SIZES,
     commands=BOTH,
 )
 def axes(results: Results) -> Answer:
     def judge(there: Results) -> tuple:
-        answer = there.change("swapped:2", "bits:2", "kl").above(0)
-        return answer, f"{there.figure('bits:2', 'kl'):±}", f"{there.figure('swapped:2', 'kl'):±}"
+        usual, swapped = there.figure("bits:2", "kl"), there.figure("swapped:2", "kl")
+        return swapped.change(usual).above(0), f"{usual:±}", f"{swapped:±}"
 
     answer, usual, swapped = for_each(results, "model", judge)
     return answer, f"at 2 bits the KL to full attention is {usual}. The other way round {swapped}"
@@ -103,23 +101,20 @@ def axes(results: Results) -> Answer:
     partly="judged with the first two layers kept whole, as in the source's code: of pocket's "
     "six a third, so that 67% of the bytes stay, of SmolLM2's thirty a fifteenth; texts "
     "of 512 tokens, the last 32 always kept; facts of texts in the place of needles; "
-    "SmolLM2 of 135 million parameters, a GPT-2 and a Llama of 3 million; up to 3% of "
-    "perplexity and 10 points of recall (ours) are no loss",
+    f"{SIZES}; up to 3% of perplexity and 10 points of recall (ours) are no loss",
     commands=BOTH,
 )
 def half_of_the_tokens(results: Results) -> Answer:
     def judge(there: Results) -> tuple:
-        answer = min(
-            there.figure("norm:skip", "above").below(0.03),
-            there.change("norm:skip", "full", "facts").within(0.1),
-        )
+        above, facts = there.figure("norm:skip", "above"), there.figure("norm:skip", "facts")
+        full = there.figure("full", "facts")
         return (
-            answer,
-            f"{there.figure('norm:skip', 'above'):±}",
+            min(above.below(NO_LOSS), facts.change(full).within(NO_FACTS_LOST)),
+            f"{above:±}",
             f"{there.figure('norm:half', 'above')}",
             f"{there.figure('window:half', 'above')}",
-            f"{there.figure('norm:skip', 'facts'):±}",
-            f"{there.figure('full', 'facts'):±}",
+            f"{facts:±}",
+            f"{full:±}",
         )
 
     answer, skipping, everywhere, window, facts, full = for_each(results, "model", judge)
@@ -137,15 +132,11 @@ def half_of_the_tokens(results: Results) -> Answer:
 )
 def bits_or_tokens(results: Results) -> Answer:
     def judge(there: Results) -> tuple:
-        answer = min(
-            there.change("bits:4", "window:quarter", "kl").below(0),
-            there.change("bits:4", "sinks:quarter", "kl").below(0),
-            there.change("bits:4", "norm:quarter", "kl").below(0),
-            there.change("bits:4", "window:quarter", "facts").above(0),
-            there.change("bits:4", "sinks:quarter", "facts").above(0),
-            there.change("bits:4", "norm:quarter", "facts").above(0),
-        )
-        return answer, (
+        answers = []
+        for quarter in ("window:quarter", "sinks:quarter", "norm:quarter"):
+            answers.append(there.change("bits:4", quarter, "kl").below(0))
+            answers.append(there.change("bits:4", quarter, "facts").above(0))
+        return min(answers), (
             f"{there.figure('bits:4', 'kl'):±} in {there.figure('bits:4', 'each')} bytes a token (a "
             f"quarter in {there.figure('window:quarter', 'each')}: "
             f"{there.figure('sinks:quarter', 'kl')} with sinks, {there.figure('window:quarter', 'kl')} "
@@ -163,11 +154,8 @@ def bits_or_tokens(results: Results) -> Answer:
 )
 def small_norms(results: Results) -> Answer:
     def judge(there: Results) -> tuple:
-        answer = there.change("norm:half", "chance:half", "kl").below(0)
-        return answer, (
-            f"{there.figure('norm:half', 'kl'):±} by small norm, {there.figure('chance:half', 'kl'):±} "
-            "by chance"
-        )
+        norm, chance = there.figure("norm:half", "kl"), there.figure("chance:half", "kl")
+        return norm.change(chance).below(0), f"{norm:±} by small norm, {chance:±} by chance"
 
     answer, found = for_each(results, "model", judge)
     return answer, f"half of the tokens: KL {found}"

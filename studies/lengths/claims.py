@@ -23,15 +23,10 @@ NAMES = {
     partly="our rule, 2,048 slots; up to 5% (ours) is noise",
 )
 def constant_speed(results: Results) -> Answer:
-    answer = (
-        results.figure("bct:2048", "tps")
-        .change(results.figure("bct:2048", "tps", after=4000))
-        .within(0.05)
-    )
-    return answer, (
-        f"{results.figure('bct:2048', 'tps', after=4000)} tokens/s after 4,000 tokens, "
-        f"{results.figure('bct:2048', 'tps')} after 16,000: "
-        f"{results.figure('bct:2048', 'tps').change(results.figure('bct:2048', 'tps', after=4000)):±}"
+    earlier, later = (results.figure("bct:2048", "tps", after=n) for n in (4000, 16000))
+    change = later.change(earlier)
+    return change.within(0.05), (
+        f"{earlier} tokens/s after 4,000 tokens, {later} after 16,000: {change:±}"
     )
 
 
@@ -44,14 +39,9 @@ def constant_speed(results: Results) -> Answer:
     arithmetic=True,
 )
 def constant_memory(results: Results) -> Answer:
-    answer = (
-        results.figure("bct:2048", "mb", after=4000)
-        .change(results.figure("bct:2048", "mb"))
-        .within(0)
-    )
-    return answer, (
-        f"{results.figure('bct:2048', 'mb', after=4000)} MB after 4,000 and "
-        f"{results.figure('bct:2048', 'mb')} MB after 16,000 tokens"
+    earlier, later = (results.figure("bct:2048", "mb", after=n) for n in (4000, 16000))
+    return earlier.change(later).within(0), (
+        f"{earlier} MB after 4,000 and {later} MB after 16,000 tokens"
     )
 
 
@@ -65,14 +55,12 @@ def constant_memory(results: Results) -> Answer:
     arithmetic=True,
 )
 def lower_memory(results: Results) -> Answer:
-    answer = min(
-        results.figure("bct:2048", "share", after=4000).below(1),
-        results.figure("bct:2048", "share").below(1),
+    early, earlier, later = (
+        results.figure("bct:2048", "share", after=n) for n in (1000, 4000, 16000)
     )
-    return answer, (
-        f"{results.figure('bct:2048', 'share', after=4000)} of the growing cache's bytes after "
-        f"4,000 tokens, {results.figure('bct:2048', 'share')} after 16,000; "
-        f"{results.figure('bct:2048', 'share', after=1000)} after 1,000"
+    return min(earlier.below(1), later.below(1)), (
+        f"{earlier} of the growing cache's bytes after 4,000 tokens, {later} after 16,000; {early} "
+        "after 1,000"
     )
 
 
@@ -87,15 +75,13 @@ def lower_memory(results: Results) -> Answer:
 )
 def throughput(results: Results) -> Answer:
     texts = 1  # that are decoded at once, here
-    answer = min(
-        results.figure("bct:2048", "faster", than="growing").above(1.05),
-        results.figure("bct:2048", "faster", than="preallocated").above(1.05),
+    growing, preallocated = (
+        results.figure("bct:2048", "faster", than=other) for other in ("growing", "preallocated")
     )
-    return answer if texts > 1 else NOT_SHOWN, (
-        f"decoding {texts} text, after 16,000 tokens "
-        f"{results.figure('bct:2048', 'faster', than='growing'):±} times as fast as the growing "
-        f"cache, {results.figure('bct:2048', 'faster', than='preallocated'):±} times as a "
-        "preallocated one; with 24 slots "
+    answer = min(growing.above(1.05), preallocated.above(1.05)) if texts > 1 else NOT_SHOWN
+    return answer, (
+        f"decoding {texts} text, after 16,000 tokens {growing:±} times as fast as the growing cache, "
+        f"{preallocated:±} times as a preallocated one; with 24 slots "
         f"{results.figure('bct:24', 'faster', than='preallocated'):±} times as that"
     )
 
