@@ -22,15 +22,13 @@ NAMES = {"memory": "from memory", "warm-disk": "from the page cache", "cold-disk
     partly="random weights, another processor; less than half the time is inexpensive (ours)",
 )
 def loading_is_inexpensive(results: Results) -> Answer:
-    answer = min(
-        results.figure("memory", "cost").below(0.5), results.figure("warm-disk", "cost").below(0.5)
+    memory, warm, cold = (
+        results.figure(way, "cost") for way in ("memory", "warm-disk", "cold-disk")
     )
-    return answer, (
+    return min(memory.below(0.5), warm.below(0.5)), (
         "restoring all but the last token takes, of the time to read the prompt, "
-        f"{results.figure('memory', 'cost'):±} from memory, "
-        f"{results.figure('warm-disk', 'cost'):±} from the page cache, "
-        f"{results.figure('cold-disk', 'cost'):±} from the disk: medians, ranges over prompts of 2 "
-        "to 1,000 tokens"
+        f"{memory:±} from memory, {warm:±} from the page cache, {cold:±} from the disk: medians, "
+        "ranges over prompts of 2 to 1,000 tokens"
     )
 
 

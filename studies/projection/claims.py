@@ -64,15 +64,11 @@ NAMES = {
 )
 def first_token(results: Results) -> Answer:
     def judge(there: Results) -> tuple:
-        answer = max(
-            there.figure("written", "good").above(0.8), there.figure("proposed", "good").above(0.8)
+        written, smaller, neighbour = (
+            there.figure(way, "good") for way in ("written", "proposed", "neighbour")
         )
-        return (
-            answer,
-            f"{there.figure('written', 'good'):±}",
-            f"{there.figure('proposed', 'good')}",
-            f"{there.figure('neighbour', 'good')}",
-        )
+        answer = max(written.above(0.8), smaller.above(0.8))
+        return answer, f"{written:±}", f"{smaller}", f"{neighbour}"
 
     answer, written, smaller, neighbour = for_each(results, "kind", judge)
     return answer, (
@@ -93,15 +89,8 @@ def first_token(results: Results) -> Answer:
 )
 def answers(results: Results) -> Answer:
     def judge(there: Results) -> tuple:
-        answer = max(
-            there.figure("written", "lost").below(0.01),
-            there.figure("proposed", "lost").below(0.01),
-        )
-        return (
-            answer,
-            f"{there.figure('written', 'lost'):±}",
-            f"{there.figure('proposed', 'lost'):±}",
-        )
+        written, smaller = (there.figure(way, "lost") for way in ("written", "proposed"))
+        return max(written.below(0.01), smaller.below(0.01)), f"{written:±}", f"{smaller:±}"
 
     answer, written, smaller = for_each(results, "kind", judge)
     return answer, (
@@ -121,25 +110,16 @@ def answers(results: Results) -> Answer:
     at={"model": "124M"},
 )
 def latency(results: Results) -> Answer:
-    answer = min(
-        results.figure("mapped", "saved").above(0.35), results.figure("stored", "saved").above(0.35)
-    )
-    return answer, (
-        "retrieval included, mean over 32, 64, 128, 256, 512 and 1,000 tokens: mapped at every "
-        f"start {results.figure('mapped', 'saved'):±}, mapped at storage "
-        f"{results.figure('stored', 'saved'):±}. By length, at the start "
-        f"{results.figure('mapped', 'saved', tokens=32)}, "
-        f"{results.figure('mapped', 'saved', tokens=64)}, "
-        f"{results.figure('mapped', 'saved', tokens=128)}, "
-        f"{results.figure('mapped', 'saved', tokens=256)}, "
-        f"{results.figure('mapped', 'saved', tokens=512)}, "
-        f"{results.figure('mapped', 'saved', tokens=1000)}; at storage "
-        f"{results.figure('stored', 'saved', tokens=32)}, "
-        f"{results.figure('stored', 'saved', tokens=64)}, "
-        f"{results.figure('stored', 'saved', tokens=128)}, "
-        f"{results.figure('stored', 'saved', tokens=256)}, "
-        f"{results.figure('stored', 'saved', tokens=512)}, "
-        f"{results.figure('stored', 'saved', tokens=1000)}"
+    mapped, stored = (results.figure(way, "saved") for way in ("mapped", "stored"))
+    lengths = (32, 64, 128, 256, 512, 1000)
+    by_length = {
+        way: ", ".join(f"{results.figure(way, 'saved', tokens=length)}" for length in lengths)
+        for way in ("mapped", "stored")
+    }
+    return min(mapped.above(0.35), stored.above(0.35)), (
+        "retrieval included, mean over 32, 64, 128, 256, 512 and 1,000 tokens: mapped at every start "
+        f"{mapped:±}, mapped at storage {stored:±}. By length, at the start {by_length['mapped']}; at "
+        f"storage {by_length['stored']}"
     )
 
 
@@ -185,15 +165,16 @@ def linearity(results: Results) -> Answer:
         )
 
     answer, written, smaller, alone, penalty_1, penalty_2 = for_each(results, "kind", judge)
+    capitals, story = (
+        f"{there.figure('written', 'low', on='given', m=16)} and "
+        f"{there.figure('written', 'low', on='given', m=32):±}"
+        for there in (results, results.at(kind="story"))
+    )
     return answer, (
-        f"KL ≤ 0.05 as written on {written}. With 16 and 32 summary tokens, on capitals "
-        f"{results.figure('written', 'low', on='given', m=16)} and "
-        f"{results.figure('written', 'low', on='given', m=32):±}, on story "
-        f"{results.figure('written', 'low', on='given', m=16, kind='story')} and "
-        f"{results.figure('written', 'low', on='given', m=32, kind='story'):±}. With a smaller "
-        f"stage 1 on {smaller}. Stage 1 as written alone, on the prompts of its fit, {alone}. "
-        f"Penalties of stage 1 (1e-06 to 0.1) {penalty_1}. Of stage 2 (0.0001 to 1,000) "
-        f"{penalty_2}"
+        f"KL ≤ 0.05 as written on {written}. With 16 and 32 summary tokens, on capitals {capitals}, on "
+        f"story {story}. With a smaller stage 1 on {smaller}. Stage 1 as written alone, on the prompts "
+        f"of its fit, {alone}. Penalties of stage 1 (1e-06 to 0.1) {penalty_1}. Of stage 2 (0.0001 to "
+        f"1,000) {penalty_2}"
     )
 
 
@@ -232,19 +213,9 @@ def storage(results: Results) -> Answer:
 )
 def gating(results: Results) -> Answer:
     def judge(there: Results) -> tuple:
-        answer = (
-            there.figure("proposed", "kl", on="lowest")
-            .change(there.figure("proposed", "kl", on="highest"))
-            .above(0)
-        )
-        return (
-            answer,
-            (
-                f"{there.figure('proposed', 'kl', on='lowest'):±}, "
-                f"{there.figure('proposed', 'kl', on='highest'):±}"
-            ),
-            f"{there.figure('proposed', 'low', on='top50')}",
-        )
+        least, most = (there.figure("proposed", "kl", on=third) for third in ("lowest", "highest"))
+        low = there.figure("proposed", "low", on="top50")
+        return least.change(most).above(0), f"{least:±}, {most:±}", f"{low}"
 
     answer, thirds, top = for_each(results, "kind", judge)
     return answer, (
@@ -270,23 +241,17 @@ def few_summary_tokens(results: Results) -> Answer:
             if there.find(way, "kl", on="given", m=fewer):
                 few, many = (there.figure(way, "kl", on="given", m=m) for m in (fewer, 32))
                 answers.append(few.change(many).above(0))
-        return max(answers), (
-            f"{there.figure('proposed', 'kl', on='given', m=1):±}, "
-            f"{there.figure('proposed', 'kl', on='given', m=32):±}"
-        )
+        few, many = (there.figure("proposed", "kl", on="given", m=m) for m in (1, 32))
+        return max(answers), f"{few:±}, {many:±}"
 
     answer, smaller = for_each(results, "kind", judge, max)
+    capitals, story = (
+        ", ".join(f"{there.figure('written', 'kl', on='given', m=m):±}" for m in (4, 8, 16, 32))
+        for there in (results, results.at(kind="story"))
+    )
     return answer, (
-        f"KL with a smaller stage 1 and 1 or 32 summary tokens: {smaller} nats. As written, with "
-        "the source's 4, 8, 16 and 32, on capitals "
-        f"{results.figure('written', 'kl', on='given', m=4):±}, "
-        f"{results.figure('written', 'kl', on='given'):±}, "
-        f"{results.figure('written', 'kl', on='given', m=16):±}, "
-        f"{results.figure('written', 'kl', on='given', m=32):±}; on story "
-        f"{results.figure('written', 'kl', on='given', m=4, kind='story'):±}, "
-        f"{results.figure('written', 'kl', on='given', kind='story'):±}, "
-        f"{results.figure('written', 'kl', on='given', m=16, kind='story'):±}, "
-        f"{results.figure('written', 'kl', on='given', m=32, kind='story'):±}"
+        f"KL with a smaller stage 1 and 1 or 32 summary tokens: {smaller} nats. As written, with the "
+        f"source's 4, 8, 16 and 32, on capitals {capitals}; on story {story}"
     )
 
 
@@ -298,8 +263,8 @@ def few_summary_tokens(results: Results) -> Answer:
 )
 def position_rule(results: Results) -> Answer:
     def judge(there: Results) -> tuple:
-        answer = there.figure("rule", "low", on="given").above(0.8)
-        return answer, f"{there.figure('rule', 'low', on='given'):±}"
+        low = there.figure("rule", "low", on="given")
+        return low.above(0.8), f"{low:±}"
 
     answer, found = for_each(results, "kind", judge)
     return answer, f"on {found}"
@@ -312,21 +277,15 @@ def position_rule(results: Results) -> Answer:
 )
 def last_hidden_state(results: Results) -> Answer:
     def judge(there: Results) -> tuple:
-        answer = max(
-            there.change("written", "hidden", "kl").below(0),
-            there.change("proposed", "hidden", "kl").below(0),
+        written, smaller, hidden = (
+            there.figure(way, "kl") for way in ("written", "proposed", "hidden")
         )
-        return (
-            answer,
-            f"{there.figure('written', 'kl')}",
-            f"{there.figure('proposed', 'kl')}",
-            f"{there.figure('hidden', 'kl')}",
-        )
+        answer = max(written.change(hidden).below(0), smaller.change(hidden).below(0))
+        return answer, f"{written}", f"{smaller}", f"{hidden}"
 
     answer, written, smaller, hidden = for_each(results, "kind", judge)
     return answer, (
-        f"KL in nats as written {written}. With a smaller stage 1 {smaller}. By that baseline "
-        f"{hidden}"
+        f"KL in nats as written {written}. With a smaller stage 1 {smaller}. By that baseline {hidden}"
     )
 
 
@@ -337,15 +296,11 @@ def last_hidden_state(results: Results) -> Answer:
 )
 def learned_tokens(results: Results) -> Answer:
     def judge(there: Results) -> tuple:
-        answer = max(
-            there.change("written", "learned", "kl", on="given").below(0),
-            there.change("proposed", "learned", "kl", on="given").below(0),
+        written, smaller, learned = (
+            there.figure(way, "kl", on="given") for way in ("written", "proposed", "learned")
         )
-        return answer, (
-            f"{there.figure('written', 'kl', on='given'):±}, "
-            f"{there.figure('proposed', 'kl', on='given')}, "
-            f"{there.figure('learned', 'kl', on='given'):±}"
-        )
+        answer = max(written.change(learned).below(0), smaller.change(learned).below(0))
+        return answer, f"{written:±}, {smaller}, {learned:±}"
 
     answer, found = for_each(results, "kind", judge)
     return answer, (

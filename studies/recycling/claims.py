@@ -32,6 +32,7 @@ METRICS = metrics(
 )
 USUAL = {"model": "pocket", "order": "interleaved", "store": "own"}
 NAMES = {}
+WAYS = ("cold", "recycled", "published")
 
 
 @claim(
@@ -45,15 +46,15 @@ NAMES = {}
     commands=("recycling --model 355M",),
 )
 def latency(results: Results) -> Answer:
-    answer = results.figure("published", "saved").above(0.3)
-    return answer, (
-        f"saved to the last token: the published call {results.figure('published', 'saved'):±}, "
-        f"all of the shared prefix {results.figure('recycled', 'saved'):±}. Of shorter answers, by "
-        "arithmetic from the first token and the cold run's mean step, the call would save "
-        f"{results.figure('published', 'saved', tokens=1)} (one token), "
-        f"{results.figure('published', 'saved', tokens=2)} (two), "
-        f"{results.figure('published', 'saved', tokens=5)} (five), "
-        f"{results.figure('published', 'saved', tokens=10)} (ten)"
+    saved = results.figure("published", "saved")
+    one, two, five, ten = (
+        results.figure("published", "saved", tokens=tokens) for tokens in (1, 2, 5, 10)
+    )
+    return saved.above(0.3), (
+        f"saved to the last token: the published call {saved:±}, all of the shared prefix "
+        f"{results.figure('recycled', 'saved'):±}. Of shorter answers, by arithmetic from the first "
+        f"token and the cold run's mean step, the call would save {one} (one token), {two} (two), "
+        f"{five} (five), {ten} (ten)"
     )
 
 
@@ -68,17 +69,14 @@ def latency(results: Results) -> Answer:
     commands=("recycling --model 355M",),
 )
 def never_slower(results: Results) -> Answer:
-    answer = min(
-        results.figure("published", "saved", order="source").above(-0.01),
-        results.figure("published", "saved").above(-0.01),
-    )
-    return answer, (
-        f"the published call saves {results.figure('published', 'saved', order='source'):±} in the "
-        f"source's order, {results.figure('published', 'saved'):±} interleaved; its slowest prompt "
-        f"takes {results.figure('published', 'slowest', order='source')} and "
-        f"{results.figure('published', 'slowest')} times as long as cold. Where all of the rest is "
-        f"read, {results.figure('recycled', 'saved', order='source'):±} and "
-        f"{results.figure('recycled', 'saved'):±}"
+    source, interleaved = results.at(order="source"), results
+    saved = [there.figure("published", "saved") for there in (source, interleaved)]
+    return min(share.above(-0.01) for share in saved), (
+        f"the published call saves {saved[0]:±} in the source's order, {saved[1]:±} interleaved; its "
+        f"slowest prompt takes {source.figure('published', 'slowest')} and "
+        f"{interleaved.figure('published', 'slowest')} times as long as cold. Where all of the rest "
+        f"is read, {source.figure('recycled', 'saved'):±} and "
+        f"{interleaved.figure('recycled', 'saved'):±}"
     )
 
 
@@ -93,16 +91,12 @@ def never_slower(results: Results) -> Answer:
     commands=("recycling --model 355M",),
 )
 def alpha(results: Results) -> Answer:
-    answer = min(
-        results.figure("published", "alpha").above(1.2),
-        results.figure("published", "alpha").below(1.5),
-    )
-    return answer, (
-        f"alpha: published {results.figure('published', 'alpha'):±}, recycled "
-        f"{results.figure('recycled', 'alpha'):±}, for the first token "
-        f"{results.figure('recycled', 'alpha_first')}; k/m is "
-        f"{results.figure('recycled', 'depth')} here. The source's two ranges fit each other for "
-        "k/m of 0.2 to 0.4"
+    published = results.figure("published", "alpha")
+    return min(published.above(1.2), published.below(1.5)), (
+        f"alpha: published {published:±}, recycled {results.figure('recycled', 'alpha'):±}, for the "
+        f"first token {results.figure('recycled', 'alpha_first')}; k/m is "
+        f"{results.figure('recycled', 'depth')} here. The source's two ranges fit each other for k/m "
+        "of 0.2 to 0.4"
     )
 
 
@@ -117,14 +111,9 @@ def alpha(results: Results) -> Answer:
     commands=("recycling --model 355M",),
 )
 def no_overlap(results: Results) -> Answer:
-    answer = min(
-        results.change("recycled", "cold", "answers").within(0),
-        results.change("published", "cold", "answers").within(0),
-    )
-    return answer, (
-        f"{results.figure('recycled', 'answers')} recycled and "
-        f"{results.figure('published', 'answers')} published of "
-        f"{results.figure('cold', 'answers')} answers are the cold run's; saved "
+    cold, recycled, published = (results.figure(way, "answers") for way in WAYS)
+    return min(recycled.change(cold).within(0), published.change(cold).within(0)), (
+        f"{recycled} recycled and {published} published of {cold} answers are the cold run's; saved "
         f"{results.figure('recycled', 'saved'):±}"
     )
 
@@ -139,11 +128,10 @@ def no_overlap(results: Results) -> Answer:
     commands=("recycling --model smollm2",),
 )
 def valid_context(results: Results) -> Answer:
-    answer = results.change("recycled", "cold", "answers").within(0)
-    return answer, (
-        "reused at their positions, with all other tokens read after them: "
-        f"{results.figure('recycled', 'answers')} of {results.figure('cold', 'answers')} answers "
-        "are the cold run's, token for token (pocket: "
+    cold, recycled, _ = (results.figure(way, "answers") for way in WAYS)
+    return recycled.change(cold).within(0), (
+        f"reused at their positions, with all other tokens read after them: {recycled} of {cold} "
+        "answers are the cold run's, token for token (pocket: "
         f"{results.figure('recycled', 'answers', model='pocket')})"
     )
 
@@ -159,10 +147,9 @@ def valid_context(results: Results) -> Answer:
     commands=("recycling --model smollm2",),
 )
 def omitted_tokens(results: Results) -> Answer:
-    answer = results.change("published", "cold", "answers").within(0)
-    return answer, (
-        f"with that call {results.figure('published', 'answers')} of "
-        f"{results.figure('cold', 'answers')} answers are the cold run's: it skips tokens of the "
+    cold, _, published = (results.figure(way, "answers") for way in WAYS)
+    return published.change(cold).within(0), (
+        f"with that call {published} of {cold} answers are the cold run's: it skips tokens of the "
         "prompt and restarts positions (pocket: "
         f"{results.figure('published', 'answers', model='pocket')})"
     )
@@ -178,12 +165,9 @@ def omitted_tokens(results: Results) -> Answer:
     commands=("recycling --model smollm2",),
 )
 def similarity(results: Results) -> Answer:
-    answer = min(
-        results.figure("published", "similarity").above(0.66),
-        results.figure("published", "similarity").below(0.82),
-    )
-    return answer, (
-        f"with the published call {results.figure('published', 'similarity'):±} (pocket: "
+    published = results.figure("published", "similarity")
+    return min(published.above(0.66), published.below(0.82)), (
+        f"with the published call {published:±} (pocket: "
         f"{results.figure('published', 'similarity', model='pocket')})"
     )
 
@@ -198,11 +182,10 @@ def similarity(results: Results) -> Answer:
     commands=("recycling --model smollm2",),
 )
 def near_identical(results: Results) -> Answer:
-    answer = results.figure("published", "near").above(0.9)
-    return answer, (
-        f"the published call's answers are {results.figure('published', 'near'):±} of the way from "
-        f"the answers to other prompts (similarity {results.figure('others', 'similarity')}) to "
-        "the cold run's (1)"
+    near = results.figure("published", "near")
+    return near.above(0.9), (
+        f"the published call's answers are {near:±} of the way from the answers to other prompts "
+        f"(similarity {results.figure('others', 'similarity')}) to the cold run's (1)"
     )
 
 
@@ -218,10 +201,10 @@ def near_identical(results: Results) -> Answer:
     commands=("recycling --model smollm2",),
 )
 def usable_context(results: Results) -> Answer:
-    answer = results.figure("recycled", "spared").above(0.5)
-    return answer, (
-        f"prompts and answers take {results.figure('recycled', 'positions')} positions if "
-        f"recycled, {results.figure('cold', 'positions')} if not"
+    spared = results.figure("recycled", "spared")
+    return spared.above(0.5), (  # one position is enough
+        f"prompts and answers take {results.figure('recycled', 'positions')} positions if recycled, "
+        f"{results.figure('cold', 'positions')} if not"
     )
 
 
