@@ -87,11 +87,10 @@ def matching_ways(results: Results, asked: Iterable[str | Lines]) -> list[tuple[
 
 def column_here(results: Results, column: Column) -> Column:
     """Return a column; in a run of another model, with that model in the place of the recorded one."""
-    model, title = results.usual.get("model"), column.title
+    model = results.usual.get("model")
     if model in (None, results.claims.USUAL.get("model")):
         return column
-    for recorded in ("SmolLM2", "pocket"):
-        title = title.replace(recorded, model)
+    title = re.sub("^(SmolLM2|pocket)", model, column.title)
     return Column(title, column.metric, results.here(column.setting))
 
 
