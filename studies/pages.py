@@ -4,21 +4,20 @@ import itertools
 import json
 import re
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from studies import replay as replaying
-from studies.claims import SOURCES, claims_of_source, verdicts_at_a_glance
-from studies.core import (
-    ANSWERS,
-    Rows,
+from studies.claims import (
+    SOURCES,
     claim_tables,
-    draw_figures,
+    claims_of_source,
     judge_claim,
-    table_of,
-    verdict_of,
+    recorded,
+    verdicts_at_a_glance,
 )
+from studies.judging import ANSWERS, Figure
+from studies.showing import draw_figures, table_of
 from support.files import read_csv, read_json, read_text
 from support.tables import Table, page
 
@@ -37,26 +36,27 @@ GOALS = (  # of pocket's training: lower limits of shares, upper limits of nats 
 )
 
 
-rows = cache(Rows)  # by the study's name
+rows = recorded  # by the study's name
 
 
-def figure(study: str, asked: str, **setting: str | int) -> str:
-    """Return a study's figure that "[metric: ]way[ / way][ ±]" asks for, in a setting."""
-    return rows(study).figure_text(asked, setting)
+def figure(study: str, way: str, metric: str, **setting: Any) -> Figure:
+    """Return a study's figure of a way in a setting."""
+    return rows(study).figure(way, metric, **setting)
 
 
-def verdict(study: str, words: str, **place: str | int) -> str:
-    """Return the verdict, as in a sentence, on the claim that begins with these words. place: one of
-    those that the claim is judged in, such as mode="greedy", to be judged alone."""
+def change(study: str, way: str, other: str, metric: str, **setting: Any) -> Figure:
+    """Return by how much one way's figure is above another's."""
+    return rows(study).change(way, other, metric, **setting)
+
+
+def verdict(study: str, claim: str, **place: str) -> str:
+    """Return the verdict, as in a sentence, on a claim, by its function's name. place: one of those
+    that the claim is judged in, such as mode="greedy", to be judged alone."""
     judged = rows(study)
-    for claim in judged.definition["claims"]:
-        if claim["quote"].startswith(words):
-            if place:
-                answer = verdict_of(judged, claim, [claim.get("at", {}) | place])
-            else:
-                answer = judge_claim(judged, claim)["verdict"]
-            return ANSWERS.get(answer, answer).lower()
-    raise ValueError(f"no claim of {study} begins with {words!r}")
+    for key, value in place.items():
+        judged = judged.at_place(key, value)
+    found = judge_claim(judged, getattr(judged.claims, claim))
+    return ANSWERS.get(found.verdict, found.verdict).lower()
 
 
 def record(file: str) -> Any:
@@ -67,7 +67,9 @@ def record(file: str) -> Any:
 
 def claims_of(source: str, section: str = "") -> str:
     """Return the tables of a source's claims, or of those in a section, beside our findings."""
-    chosen = [claim for claim in claims_of_source(source) if claim["section"].startswith(section)]
+    chosen = [
+        found for found in claims_of_source(source) if found.claim.section.startswith(section)
+    ]
     return page(claim_tables(chosen), markdown=True)
 
 
@@ -137,6 +139,7 @@ def draw_all_figures() -> None:
 
 
 FUNCTIONS: dict[str, Callable[..., object]] = {  # what the marks of pages may call
+    "change": change,
     "claims": claims_of,
     "figure": figure,
     "format": format,

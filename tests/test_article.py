@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from studies.article import study as article
-from studies.core import Rows
+from studies.results import Results
 
 
 def test_the_window_of_two_lines_is_right_token_by_token_only() -> None:
@@ -20,7 +20,7 @@ def test_every_way_writes_the_same_and_nothing_is_due_twice(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(article, "QUICK", ("1x1x8", 4, 1))
-    rows = Rows("article", tmp_path, no_verdict_reason="reduced run")
+    rows = Results("article", tmp_path, no_verdict_reason="reduced run")
     article.measure(rows, True)
     assert rows.figure("growing", "seconds").value > 0
     assert rows.figure("no-cache", "time", after=1000).value > 0
@@ -37,7 +37,7 @@ def test_another_text_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         return iter([torch.zeros(1, 1, dtype=torch.long)] * 3)
 
     monkeypatch.setattr(article.gpt_kv_cache, "generate", others)
-    rows = Rows("article", tmp_path)
+    rows = Results("article", tmp_path)
     article.measure_times(rows, [*article.MODULES], "1x1x8", 3, 1, {})
     assert rows.figure("growing", "same").value < 1
     assert rows.figure("preallocated", "same").value == 1

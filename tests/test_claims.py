@@ -1,35 +1,28 @@
-"""studies/claims.py and the claims of each study: every row is whole, and says what its record says."""
+"""The claims of each study: every one is whole, and says what its record says."""
 
 from collections import Counter
 
 import pytest
 
-from studies.claims import claims_of_all_sources
-from studies.core import ARITHMETIC, VERDICTS
+from studies.claims import SOURCES, claims_of_source
+from studies.judging import ARITHMETIC, VERDICTS
 from support.statistics import wilson_interval
 
-SOURCES = claims_of_all_sources()
-ROWS = [(name, claim) for name, claims in SOURCES.items() for claim in claims]
 
-
-def test_every_row_is_whole() -> None:
-    for name, claim in ROWS:
-        certain = claim.get("arithmetic", False)
-        assert claim["verdict"] in (ARITHMETIC.values() if certain else VERDICTS.values()), name
-        assert any(c.isdigit() for c in claim["figure"]), "a verdict without a figure"
-        assert claim["ours"] and claim["quote"]
-        if claim["source"]:
-            assert claim["section"] and claim["theirs"]
-            assert claim["stated"] == "yes" or claim["stated"].startswith("partly: ")
-
-
-def test_a_source_has_at_most_ten_claims_and_no_quote_twice_under_the_same_conditions() -> None:
-    for name, claims in SOURCES.items():
-        counts = Counter(claim["source"] for claim in claims)
-        ours = counts.pop("", 0)
-        assert ours <= 5 and counts and max(counts.values()) <= 10, name
-        keys = [(claim["quote"], claim["ours"], claim["section"]) for claim in claims]
-        assert len({*keys}) == len(keys)
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_claim_of_a_source_is_whole(source: str) -> None:
+    findings = claims_of_source(source)
+    for found in findings:
+        verdicts = ARITHMETIC if found.claim.arithmetic else VERDICTS
+        assert found.verdict in verdicts.values(), found.claim.plain
+        assert any(c.isdigit() for c in found.figure), "a verdict without a figure"
+        assert found.ours and found.claim.quote
+        assert not found.claim.section or found.claim.source.theirs
+    counts = Counter(found.claim.source.title for found in findings)
+    ours = counts.pop("", 0)
+    assert ours <= 5 and counts and max(counts.values()) <= 10
+    keys = {(found.claim.quote, found.ours, found.claim.section) for found in findings}
+    assert len(keys) == len(findings)
 
 
 def test_wilson_has_a_width_where_nothing_is_right() -> None:

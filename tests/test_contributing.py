@@ -18,7 +18,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The project with all that the page adds to its files, each above main() if there is one."""
     folder = tmp_path_factory.mktemp("copy") / "project"
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*IGNORED))
-    examples = re.findall(r"```(?:python|toml|diff)\n# (\S+?),?(?: [^\n]*)?\n(.*?)```", TEXT, re.S)
+    examples = re.findall(r"```(?:python|diff)\n# (\S+?),?(?: [^\n]*)?\n(.*?)```", TEXT, re.S)
     for name, code in examples:
         before, main, after = (folder / name).read_text("utf-8").partition("\ndef main(")
         (folder / name).write_text(f"{before}\n\n{code}\n{main}{after}", "utf-8")
@@ -42,8 +42,7 @@ def test_a_policy_a_cache_and_a_claim_are_there_once_their_lines_are(copy: Path)
     written = shell(copy, "python3 overfill.py write --policy doubling --max-new-tokens 20")
     assert "teacher read 16 tokens after the prompt" in written
     assert "small norm, an eighth" in shell(copy, "python3 compress.py --tokens 128")
-    judge = "from studies.core import Rows, judge_claims; print(judge_claims(Rows('lengths'))[-1]['verdict'])"
-    assert shell(copy, f'python3 -c "{judge}"').strip() in ("HOLDS", "DOES NOT HOLD", "NOT SHOWN")
+    assert "Is BCT faster after 16,000 tokens?: YES" in shell(copy, "python3 -m studies.claims")
 
 
 @pytest.mark.slow

@@ -9,9 +9,10 @@ from gpt_bounded_cache import GPT, SlidingWindowCache
 from pocket.batches import Corpus, batch_at
 from pocket.training import read_state
 from studies.bounding import study as bounding
-from studies.core import Rows
+from studies.judging import Figure
 from studies.pretraining import study as pretraining
 from studies.pretraining.study import MEMORIES, measure, recipe_of
+from studies.results import Results
 
 SMALL = {"n_layer": 1, "n_head": 2, "n_embd": 16, "head_dim": 32}
 AT = {"built": "scratch"}
@@ -34,12 +35,13 @@ def test_all_models_read_the_same_batches() -> None:
 
 @pytest.mark.slow
 def test_models_with_equal_bytes_are_measured_and_a_run_goes_on(tmp_path: Path) -> None:
-    rows = Rows("bounding", tmp_path)
+    rows = Results("bounding", tmp_path)
     measure(rows, True)
     full, *others = (rows.figure(way, "bytes", **AT).value for way in MEMORIES)
     assert full == 2 * 2 * 32 * 512 * 4 and others == sorted(others)  # sum, ours, window
     assert others[2] < 1.1 * others[1] < 1.25 * others[0]
-    assert rows.figure("full", "above", **AT) == (0, 0, 0) != rows.figure("window", "above", **AT)
+    assert rows.figure("full", "above", **AT) == Figure(0, 0, 0)
+    assert rows.figure("window", "above", **AT) != Figure(0, 0, 0)
     state = read_state(tmp_path / "pretraining-2" / "window" / "last.pt")
     recipe = recipe_of("window", 2, 60)
     model = recipe.model_class(recipe.config)
@@ -50,11 +52,9 @@ def test_models_with_equal_bytes_are_measured_and_a_run_goes_on(tmp_path: Path) 
     with torch.no_grad():
         torch.testing.assert_close(model(ids), plain(ids, SlidingWindowCache(recipe.window)))
     lines = rows.path.read_text().splitlines()
-    measure(Rows("bounding", tmp_path), True)
+    measure(Results("bounding", tmp_path), True)
     assert rows.path.read_text().splitlines() == lines, "nothing is due"
-    measure(Rows("bounding", tmp_path, again="window"), True)
-    added = rows.path.read_text().splitlines()[len(lines) :]
-    assert len(added) == 6 and all('"window"' in line for line in added)
-    rows.path.unlink()
-    measure(Rows("bounding", tmp_path), True)  # from the kept training
-    assert rows.path.read_text().splitlines()[1:] == lines[1:]
+    for kept in (lines[:-6], []):  # without the last way's rows, and without any
+        rows.path.write_text("".join(f"{line}\n" for line in kept))
+        measure(Results("bounding", tmp_path), True)  # from the kept training
+        assert rows.path.read_text().splitlines() == lines

@@ -22,7 +22,7 @@ from projector import (
     prefill,
     tail_queries,
 )
-from studies.core import Figure, Rows
+from studies.judging import Figure
 from studies.projection import segments, ways
 from studies.projection import study as projection
 from studies.projection.segments import SegmentMap, measure_segments, summarize
@@ -33,6 +33,7 @@ from studies.projection.ways import (
     pocket_families,
     reading_error,
 )
+from studies.results import Results
 from support import encoders
 from support.encoders import PairEncoder
 from support.regression import PENALTIES
@@ -178,7 +179,7 @@ def test_penalties_are_chosen_by_family_and_have_the_least_error(
     trial.stage_2(fresh, trial.own_summary)
     # Whose penalty is that of the proposal's m:
     trial.stage_2(replace(fresh, m=4), trial.own_summary)
-    trial.stage_1_penalty.__wrapped__()
+    ways.Trial.stage_1_penalty.__wrapped__(trial)
     families = [p.family for p in trial.train]
     PairEncoder.fit(trial.tokenizer, [p.text for p in trial.train], families)
     of_stage_1 = [p.family for p in trial.stage_1_prompts]
@@ -249,13 +250,13 @@ def test_a_figure_is_what_it_says(trial: Trial) -> None:
 def test_an_interval_is_by_family_and_has_a_width_where_all_agree(
     trial: Trial, tmp_path: Path
 ) -> None:
-    rows = Rows("projection", tmp_path)
+    rows = Results("projection", tmp_path)
     prompts = trial.train * 3  # 12 families, of 9 prompts each
     level = {family: i for i, family in enumerate(dict.fromkeys(p.family for p in prompts))}
     values = [level[p.family] for p in prompts]
     projection.add_metrics(rows, "x", {}, prompts, kl=values, low=[1.0] * len(prompts))
-    value, low, high = rows.figure("x", "kl")
-    assert value == 5.5 and 3 < low < 4.2 and 6.8 < high < 8  # not of 108 prompts
+    kl = rows.figure("x", "kl")
+    assert kl.value == 5.5 and 3 < kl.low < 4.2 and 6.8 < kl.high < 8  # not of 108 prompts
     assert rows.figure("x", "low") == Figure(1, pytest.approx(0.9656, abs=1e-3), 1)
     few = [p for p in prompts if level[p.family] < 3]
     projection.add_metrics(rows, "few", {}, few, kl=[1.0] * len(few))

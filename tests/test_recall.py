@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gpt_bounded_cache import BCT, GPT, BCTConfig, BoundedMemory, GPTConfig
-from studies.core import Rows
+from studies.bounding.claims import LOOKING_UP
 from studies.lengths import study as lengths
 from studies.recall import study as recall
 from studies.recall.study import (
@@ -19,6 +19,7 @@ from studies.recall.study import (
     recall_of,
     train_model,
 )
+from studies.results import Results
 
 TINY = QUICK._replace(steps=3, answers=16)
 
@@ -83,7 +84,7 @@ def test_an_interrupted_study_goes_on_to_the_same_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    recall.measure(Rows("bounding", whole), True)
+    recall.measure(Results("bounding", whole), True)
     ways = []
 
     def fails_third(way: str, *args: object) -> object:
@@ -94,13 +95,13 @@ def test_an_interrupted_study_goes_on_to_the_same_rows(
 
     monkeypatch.setattr(recall, "train_model", fails_third)
     with pytest.raises(KeyboardInterrupt):
-        recall.measure(Rows("bounding", parts), True)
-    recall.measure(Rows("bounding", parts), True)
+        recall.measure(Results("bounding", parts), True)
+    recall.measure(Results("bounding", parts), True)
     assert ways == ["full", *WAYS[:2], *WAYS[1:]], (
         "a model that had left its rows was trained again"
     )
     assert (parts / "rows.jsonl").read_text() == (whole / "rows.jsonl").read_text()
-    assert len(Rows("bounding", whole).find("sum", "every")["values"]) == 1
+    assert len(Results("bounding", whole).find("sum", "every", **LOOKING_UP)["values"]) == 1
 
 
 # --- Lengths --------------------------------------------------------------------------------------------------------

@@ -29,8 +29,8 @@ from recycle import (
     recycle,
 )
 from studies import replay
-from studies.core import Rows
 from studies.recycling import study as recycling
+from studies.results import Results
 from support.encoders import load_encoder, token_encoder
 from support.files import read_csv
 from support.store import Store
@@ -369,7 +369,7 @@ def reduced(folder: Path) -> dict[tuple[str, str], dict]:
 def test_the_recorded_run_repeats_offline(tmp_path: Path) -> None:
     ran = run(recycling.main, "--quick", "--out", tmp_path)
     assert ran.code == 0, ran.err
-    again, recorded = reduced(tmp_path), Rows("recycling")
+    again, recorded = reduced(tmp_path), Results("recycling")
     for way, metric in product(("published", "recycled"), ("answers", "positions", "depth")):
         assert again[way, metric]["value"] == recorded.figure(way, metric).value
     known = recorded.figure("published", "similarity").value

@@ -13,8 +13,8 @@ from gpt_kv_cache import GPT, KVCache, generate
 from load_gpt2_weights import load_tokenizer
 from overfill import POLICIES, Periodic, RefreshedPair
 from pocket.evaluation import token_losses
-from studies.core import Rows
 from studies.refreshing import study as refreshing
+from studies.refreshing.claims import ARITHMETIC
 from studies.refreshing.study import (
     Texts,
     add_cache_errors,
@@ -26,6 +26,7 @@ from studies.refreshing.study import (
     count_firings,
     refresh_as_published,
 )
+from studies.results import Results
 from support.statistics import entropy, kl
 from support.timing import TimedText
 from tests.helpers import LLAMA3, ROOT, refused, start, write_llama
@@ -43,11 +44,11 @@ def student() -> GPT:
 
 
 @pytest.fixture
-def rows(tmp_path: Path) -> Rows:
-    return Rows("refreshing", tmp_path, no_verdict_reason="test")
+def rows(tmp_path: Path) -> Results:
+    return Results("refreshing", tmp_path, no_verdict_reason="test")
 
 
-def texts_of(rows: Rows, teacher: GPT, student: GPT, ids: Tensor, n: int) -> Texts:
+def texts_of(rows: Results, teacher: GPT, student: GPT, ids: Tensor, n: int) -> Texts:
     models = {"teacher": teacher, "student": student}
     return Texts(rows, models, {"valid": ids, "test": ids}, n, {"trained": "here"})
 
@@ -74,7 +75,7 @@ def test_rows_are_figures_of_what_is_written(rows, teacher, student) -> None:
     perplexity, *counts = (rows.figure("periodic:4", name, **at).value for name in metrics)
     assert perplexity == pytest.approx(math.exp(nats), rel=1e-4)
     assert counts == [4, 16, 200] and pair.refresh_count.tolist() == [4] * 5
-    assert rows.figure("teacher", "refreshes", **at) is None
+    assert rows.find("teacher", "refreshes", **at) is None
     written = len(rows.rows)
     add_quality(texts, ["teacher", "periodic:4"], "greedy")
     assert len(rows.rows) == written  # they are there
@@ -167,7 +168,9 @@ def test_by_the_source_s_own_speed_a_pass_for_every_burst_costs_an_eighth(rows) 
 def test_the_variational_lens_is_wrong_and_the_right_side_that_we_give_is_right(rows) -> None:
     add_variational_identity(rows)
     p, q = torch.tensor((0.7, 0.2, 0.1)), torch.tensor((0.2, 0.3, 0.5))
-    left, said, true = (rows.figure(way, "nats").value for way in ("left", "said", "true"))
+    left, said, true = (
+        rows.figure(way, "nats", **ARITHMETIC).value for way in ("left", "said", "true")
+    )
     assert left == pytest.approx(float(-(q * p.log()).sum()), abs=1e-4) == true
     nats = entropy(p.log()) * math.log(2)  # from bits
     assert said == pytest.approx(float(kl(p.log(), q.log()) - nats), abs=1e-4) != left

@@ -15,22 +15,22 @@ METHODS = """\
 | --- | --- | --- | --- |
 | [`recycle.py`](recycle.py) | reuses the cache of an earlier prompt that begins alike | exact | \
 asked about a stored text of 1,200 tokens: first token after \
-{{ format(rows("recycling").figure("recycled", "first", model="smollm2", order="chat").value, ",.0f") }} instead of \
-{{ format(rows("recycling").figure("cold", "first", model="smollm2", order="chat").value, ",.0f") }} ms |
+{{ format(figure("recycling", "recycled", "first", model="smollm2", order="chat").value, ",.0f") }} instead of \
+{{ format(figure("recycling", "cold", "first", model="smollm2", order="chat").value, ",.0f") }} ms |
 | [`paged.py`](paged.py) | writes many texts at once, in shared blocks of cache | exact | 16 texts: \
 {{ paged_gain(16) }} \
 times as fast as one by one |
 | [`speculate.py`](speculate.py) | lets a small model draft what a large one checks | exact | 1,000 tokens in \
-{{ figure("speculation", "passes: exact:8", model="smollm2", mode="greedy") }} passes of the large model |
+{{ figure("speculation", "exact:8", "passes", model="smollm2", mode="greedy") }} passes of the large model |
 | [`overfill.py`](overfill.py) | lets a large model read, and a small one write | approximate | \
-sampled texts: perplexity {{ figure("refreshing", "none", model="smollm2", trained="int4") }}; \
-the small model alone: {{ figure("refreshing", "student", model="smollm2", trained="int4") }} |
+sampled texts: perplexity {{ figure("refreshing", "none", "perplexity", model="smollm2", trained="int4") }}; \
+the small model alone: {{ figure("refreshing", "student", "perplexity", model="smollm2", trained="int4") }} |
 | [`projector.py`](projector.py) | guesses the first token from a similar prompt's cache | approximate | \
-{{ figure("projection", "written@on=given@m=16") }} nats from the exact prediction |
+{{ figure("projection", "written", "kl", on="given", m=16) }} nats from the exact prediction |
 | [`compress.py`](compress.py) | stores the cache in 8, 4 or 2 bits, or drops tokens | approximate | 4 bits: \
-{{ figure("compression", "each: bits:4", model="smollm2") }} bytes a token instead of \
-{{ figure("compression", "each: full", model="smollm2") }}, \
-{{ figure("compression", "bits:4", model="smollm2") }} nats from the exact prediction |"""
+{{ figure("compression", "bits:4", "each", model="smollm2") }} bytes a token instead of \
+{{ figure("compression", "full", "each", model="smollm2") }}, \
+{{ figure("compression", "bits:4", "kl", model="smollm2") }} nats from the exact prediction |"""
 
 
 def demo() -> str:

@@ -32,7 +32,9 @@ import gpt_kv_cache
 from formats.tokenizers import Numbers
 from gpt_kv_cache import KVCache
 from load_gpt2_weights import random_model
-from studies.core import Rows, run_study
+from studies.article.claims import TWO_LINES
+from studies.core import run_study
+from studies.results import Results
 from support.timing import TimedText, run_in_turns, time_text
 
 PROMPT = "Hello, I am"  # the article's
@@ -86,7 +88,12 @@ def write_timed(
 
 
 def measure_times(
-    rows: Rows, ways: list[str], geometry: str, new_tokens: int, turns: int, setting: dict[str, int]
+    rows: Results,
+    ways: list[str],
+    geometry: str,
+    new_tokens: int,
+    turns: int,
+    setting: dict[str, int],
 ) -> None:
     """Append the figures of writing new tokens after the article's prompt, or after a prompt of as
     many random tokens as the setting says."""
@@ -181,16 +188,16 @@ def wrong_shares_of_two_lines() -> dict[str, float]:
 # --- The study --------------------------------------------------------------------------------------
 
 
-def measure(rows: Rows, quick: bool) -> None:
+def measure(rows: Results, quick: bool) -> None:
     """Measure every figure that has no row yet."""
     geometry, new_tokens, turns = QUICK if quick else FULL
-    if rows.ways_due(["chunks"], "wrong"):
+    if rows.ways_due(["chunks"], "wrong", **TWO_LINES):
         rows.set_conditions(
             f"{SMALL_GEOMETRY} (layers, heads, width), random weights",
             f"a window of {WINDOW}, a text of {TEXT_LENGTH} tokens",
         )
         for way, wrong_share in wrong_shares_of_two_lines().items():
-            rows.add_values(way, {}, wrong=[wrong_share])
+            rows.add_values(way, TWO_LINES, wrong=[wrong_share])
     for prompt_length in (0, *LONGER_PROMPTS):
         setting = {"after": prompt_length} if prompt_length else {}
         ways = [way for way in MODULES if way != "all-logits" or not prompt_length]
@@ -198,6 +205,4 @@ def measure(rows: Rows, quick: bool) -> None:
             measure_times(rows, ways, geometry, 16 if prompt_length else new_tokens, turns, setting)
 
 
-main = partial(
-    run_study, __doc__, "article", "20 tokens, at a small geometry", measure, again=False
-)
+main = partial(run_study, __doc__, "article", "20 tokens, at a small geometry", measure)

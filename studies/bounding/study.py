@@ -39,7 +39,8 @@ from gpt_bounded_cache import KVCache, SlidingWindowCache, context_start
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import score_answers, token_losses, unseen_texts
-from studies.core import RECORDED_MODELS, Rows, Setting, run_study
+from studies.core import RECORDED_MODELS, run_study
+from studies.results import Results, Setting
 from support.printing import end_tokens_of
 from support.statistics import bleu, bleu_counts, bootstrap, perplexity
 from support.texts import read_texts
@@ -119,7 +120,7 @@ def explanation_counts(
 
 
 def measure_quality(
-    rows: Rows,
+    rows: Results,
     setting: Setting,
     memories: dict[str, Memory],
     due: Collection[str],
@@ -160,7 +161,9 @@ def measure_quality(
         rows.add_share(way, setting, "facts", right)
 
 
-def measure_long_texts(rows: Rows, memories: dict[str, Memory], tokenizer: Any, size: Size) -> None:
+def measure_long_texts(
+    rows: Results, memories: dict[str, Memory], tokenizer: Any, size: Size
+) -> None:
     """Append the perplexity of texts that are longer than the context: of the whole texts, and by
     distance from their beginning."""
     n_ctx = next(iter(memories.values())).config.n_ctx
@@ -181,7 +184,7 @@ def measure_long_texts(rows: Rows, memories: dict[str, Memory], tokenizer: Any, 
 
 
 @torch.no_grad()
-def measure_windows(rows: Rows, name: str, model: nn.Module, quick: bool) -> None:
+def measure_windows(rows: Results, name: str, model: nn.Module, quick: bool) -> None:
     """Append the perplexity of whole texts with full attention, and in windows with and without
     sinks; each token is seen within the window, however the text is divided into passes."""
     tokenizer, widths = load_tokenizer(name), WINDOWS[:2] if quick else WINDOWS
@@ -217,7 +220,7 @@ def ids_of(tokens: list[int], model: nn.Module) -> Tensor:
     return torch.tensor([tokens], device=model.wte.weight.device)
 
 
-def measure(rows: Rows, args: argparse.Namespace) -> None:
+def measure(rows: Results, args: argparse.Namespace) -> None:
     """Append the figures of windows, and those of pocket's memories."""
     model = load_model(args.model, device=args.device, dtype=args.dtype)
     measure_windows(rows, args.model, model, args.quick)
@@ -225,7 +228,7 @@ def measure(rows: Rows, args: argparse.Namespace) -> None:
         measure_memories(rows, args.quick)
 
 
-def measure_memories(rows: Rows, quick: bool) -> None:
+def measure_memories(rows: Results, quick: bool) -> None:
     """Append the figures of pocket's memories."""
     size = QUICK if quick else Size()
     due = rows.ways_due(["full", "window", "sinks", "ours"], "long")

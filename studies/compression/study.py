@@ -41,13 +41,25 @@ from gpt_kv_cache import GPT, KVCache
 from load_gpt2_weights import load_model, load_tokenizer, random_model
 from pocket import corpus
 from pocket.evaluation import score_answers, unseen_texts
-from studies.core import RECORDED_MODELS, Rows, run_study
+from studies.core import RECORDED_MODELS, run_study
 from studies.facts import right_answers
+from studies.results import Results
 from support.statistics import bootstrap, kl
 from support.timing import run_in_turns
 
-TEXT_COUNT, FACT_COUNT, TURNS = 12, 75, 5  # how many
 LENGTH, LONG_LENGTH, LATE, LIST_LENGTH = 512, 1024, 128, 48  # tokens
+
+
+class Size(NamedTuple):
+    """How much is read, answered and timed; chunk_length: the tokens that are read at once."""
+
+    texts: int = 12
+    questions: int = 75  # about pocket's world; about data/real all are asked, or two
+    turns: int = 5
+    chunk_length: int = 1
+
+
+QUICK = Size(texts=1, questions=6, turns=1, chunk_length=64)
 
 
 class SwappedAxesCache(compress.QuantizedCache):
@@ -114,26 +126,23 @@ class Texts(NamedTuple):
     lists: Tensor
 
 
-def texts_for(name: str, tokenizer: tiktoken.Encoding, divisor: int) -> Texts:
-    """Return the texts for a model. divisor: what their numbers are divided by."""
-    text_count = TEXT_COUNT // divisor
-    long_count = text_count // 3 if name.startswith("pocket") else text_count
-    texts = unseen_texts(name, tokenizer, text_count, LENGTH)
+def texts_for(name: str, tokenizer: tiktoken.Encoding, count: int) -> Texts:
+    """Return so many texts for a model; pocket's long ones are a third."""
+    long_count = count // 3 if name.startswith("pocket") else count
+    texts = unseen_texts(name, tokenizer, count, LENGTH)
     long_texts = unseen_texts(name, tokenizer, max(1, long_count), LONG_LENGTH)
     generator = torch.Generator().manual_seed(0)
-    shape = text_count, LIST_LENGTH
+    shape = count, LIST_LENGTH
     lists = torch.randint(256, tokenizer.n_vocab - 1, shape, generator=generator)
     return Texts(torch.tensor(texts), torch.tensor(long_texts), lists.repeat(1, 2))
 
 
-def answer_facts(
-    name: str, reader: Memory, tokenizer: tiktoken.Encoding, divisor: int
-) -> list[bool]:
+def answer_facts(name: str, reader: Memory, tokenizer: tiktoken.Encoding, size: Size) -> list[bool]:
     """Return for each question about facts whether it is answered right."""
     if name.startswith("pocket"):
-        questions = corpus.recall_questions("test", FACT_COUNT // divisor)
+        questions = corpus.recall_questions("test", size.questions)
         return score_answers(reader, tokenizer, questions)[1]
-    return right_answers(reader, tokenizer, quick=divisor > 1)
+    return right_answers(reader, tokenizer, quick=size == QUICK)
 
 
 class Reading(NamedTuple):
@@ -166,17 +175,16 @@ def divergence(expected: Tensor, logits: Tensor) -> list[float]:
 
 @torch.no_grad()
 def measure_quality(
-    rows: Rows, name: str, way: str, reader: Memory, texts: Texts, exact: Reading, divisor: int
+    rows: Results, name: str, way: str, reader: Memory, texts: Texts, exact: Reading, size: Size
 ) -> None:
-    """Append how much worse a way predicts than the model `name` with full attention. divisor: what
-    the number of questions is divided by."""
+    """Append how much worse a way predicts than the model `name` with full attention."""
     tokenizer, setting = load_tokenizer(name), {"model": name}
     reading = read_all(reader, texts)
     more_nats = token_nats(reading.logits, texts.texts) - token_nats(exact.logits, texts.texts)
     perplexity_rise = bootstrap(more_nats.double().mean(1), lambda nats: np.expm1(nats.mean(-1)))
     reference = reading if way == "grouped" else exact  # those heads are exact themselves
     rows.add_figures(way, setting, len(more_nats), above=perplexity_rise)
-    rows.add_share(way, setting, "facts", answer_facts(name, reader, tokenizer, divisor))
+    rows.add_share(way, setting, "facts", answer_facts(name, reader, tokenizer, size))
     rows.add_values(
         way,
         setting,
@@ -200,7 +208,7 @@ def milliseconds(model: nn.Module, way: str, turn: int, new_tokens: int = 16) ->
     return statistics.mean(compress.read_in_pieces(model, cache, ids[:, LENGTH:])[1])
 
 
-def measure_times(rows: Rows, setting: dict[str, str], model: nn.Module, turns: int) -> None:
+def measure_times(rows: Results, setting: dict[str, str], model: nn.Module, turns: int) -> None:
     """Append the times of the ways that have none yet; the ways take turns."""
     runs = {
         way: partial(milliseconds, model, way) for way in rows.ways_due(CACHES, "ms", **setting)
@@ -212,35 +220,43 @@ def measure_times(rows: Rows, setting: dict[str, str], model: nn.Module, turns: 
 # --- The study --------------------------------------------------------------------------------------
 
 
-def measure(rows: Rows, args: argparse.Namespace) -> None:
+def readers_of(name: str, model: nn.Module, size: Size) -> dict[str, Memory]:
+    """Return a model with each cache; and beside pocket those trained to hold less."""
+    chunk_length = size.chunk_length
+    readers = {
+        way: Memory(way, model, new_cache, chunk_length) for way, new_cache in CACHES.items()
+    }
+    if name == "pocket":
+        where = {"device": model.wte.weight.device, "dtype": model.wte.weight.dtype}
+        bct = load_model("pocket-bct", model_class=BCT, **where)
+        llama = load_model("pocket-llama", **where)
+        readers["bct"] = Memory("bct", bct, lambda _: bct.new_cache(), chunk_length)
+        readers["grouped"] = Memory("grouped", llama, lambda _: KVCache(), chunk_length)
+    return readers
+
+
+def measure(rows: Results, args: argparse.Namespace) -> None:
     """Measure every figure that has no row yet."""
-    divisor, turns, chunk_length = (12, 1, 64) if args.quick else (1, TURNS, 1)
+    size = QUICK if args.quick else Size()
     names = ("pocket", "pocket-llama") if args.model == "pocket" else (args.model,)
-    models = {name: load_model(name, device=args.device, dtype=args.dtype) for name in names}
-    for name, model in models.items():
+    for name in names:
+        model = load_model(name, device=args.device, dtype=args.dtype)
         rows.set_model_conditions(
             name,
             model,
-            f"{TEXT_COUNT // divisor} texts of {LENGTH} tokens, read by {chunk_length} at once",
+            f"{size.texts} texts of {LENGTH} tokens, read by {size.chunk_length} at once",
         )
-        readers = {
-            way: Memory(way, model, new_cache, chunk_length) for way, new_cache in CACHES.items()
-        }
-        if name == "pocket":
-            bct = load_model("pocket-bct", model_class=BCT)
-            readers["bct"] = Memory("bct", bct, lambda _, bct=bct: bct.new_cache(), chunk_length)
-            llama = models["pocket-llama"]
-            readers["grouped"] = Memory("grouped", llama, lambda _: KVCache(), chunk_length)
+        readers = readers_of(name, model, size)
         if due := rows.ways_due(readers, "kl", model=name):
-            texts = texts_for(name, load_tokenizer(name), divisor)
+            texts = texts_for(name, load_tokenizer(name), size.texts)
             exact = read_all(readers["full"], texts)
             for way in due:
-                measure_quality(rows, name, way, readers[way], texts, exact, divisor)
-        measure_times(rows, {"model": name}, model, turns)
+                measure_quality(rows, name, way, readers[way], texts, exact, size)
+        measure_times(rows, {"model": name}, model, size.turns)
     if args.model == "pocket" and not args.quick:
         large = random_model(GPT, "124M")
         rows.set_model_conditions("124M, random weights", large)
-        measure_times(rows, {"model": "124M"}, large, turns)
+        measure_times(rows, {"model": "124M"}, large, size.turns)
 
 
 main = partial(

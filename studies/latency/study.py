@@ -27,7 +27,9 @@ import torch
 from gpt_kv_cache import GPT, generate
 from load_gpt2_weights import NAMES
 from recycle import Store, prefilled_cache
-from studies.core import Rows, Setting, StudyLine, load_chosen_model, open_rows, points_over, report
+from studies.core import StudyLine, load_chosen_model, open_results, report
+from studies.results import Results, Setting
+from studies.showing import points_over
 from support.conditions import GEOMETRIES
 from support.timing import run_in_turns, time_call, time_text
 
@@ -73,7 +75,7 @@ def time_prompt(
     )
 
 
-def measure(rows: Rows, model: GPT, model_name: str, lengths: Sequence[int], turns: int) -> None:
+def measure(rows: Results, model: GPT, model_name: str, lengths: Sequence[int], turns: int) -> None:
     """Append the times of prompts of these lengths, for each place and each share that is
     stored."""
     n_ctx, generator = model.config.n_ctx, torch.Generator().manual_seed(0)
@@ -116,7 +118,7 @@ def measure(rows: Rows, model: GPT, model_name: str, lengths: Sequence[int], tur
     add_costs(rows, model_name, lengths)
 
 
-def add_times(rows: Rows, setting: Setting, times: dict[str, np.ndarray]) -> None:
+def add_times(rows: Results, setting: Setting, times: dict[str, np.ndarray]) -> None:
     """Append the seconds (3, turns) of each way: to restore, to the first token, and to the last."""
     cold_seconds = times["cold"][1]
     # "cold" comes last: a case that has it is complete
@@ -127,7 +129,7 @@ def add_times(rows: Rows, setting: Setting, times: dict[str, np.ndarray]) -> Non
             rows.add_values(way, setting, restore=1e3 * restore_seconds)
 
 
-def add_costs(rows: Rows, model_name: str, lengths: Sequence[int]) -> None:
+def add_costs(rows: Results, model_name: str, lengths: Sequence[int]) -> None:
     """Append what restoring costs, and from how many stored tokens on reuse pays."""
     measured_lengths = [stored + 1 for stored in STORED_TOKENS if stored < max(lengths)]
     for way in rows.ways_due(("memory", "warm-disk", "cold-disk"), "cost", model=model_name):
@@ -158,8 +160,8 @@ def main(argv: list[str] | None = None) -> None:
     with cli.parse(argv) as args:
         model, name = load_chosen_model(args)
         lengths, turns = (QUICK_LENGTHS, 1) if args.quick else (PROMPT_LENGTHS, 5)
-        rows = open_rows("latency", args, "run of another model" if args.model != "124M" else "")
-        rows.definition["usual"]["model"] = args.model
+        rows = open_results("latency", args, "run of another model" if args.model != "124M" else "")
+        rows.usual["model"] = args.model
         rows.set_model_conditions(name, model, f"turns: {turns}")
         measure(rows, model, args.model, lengths, turns)
         report(rows)

@@ -30,14 +30,14 @@ from gpt_bounded_cache import (
     KVCache,
     PreallocatedCache,
 )
-from studies.core import Rows, run_study
+from studies.core import run_study
+from studies.results import Results
 from support.timing import run_in_turns
 
-LENGTHS, TURNS = (128, 1000, 4000, 16000), 5
+LENGTHS, TURNS, SLOTS = (128, 1000, 4000, 16000), 5, (24, 2048)  # 2,048 are the source's
 DECODED_TOKENS = 8  # the median of so many tokens; one more before them warms up
 SMALL_GEOMETRY = {"vocab_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 16}
-FULL = ("GPT-2's geometry", {}, (24, 2048))  # and slots, of which 2,048 are the source's capacity
-QUICK = ("a small geometry", SMALL_GEOMETRY, (4,))
+FULL, QUICK = ("GPT-2's geometry", {}), ("a small geometry", SMALL_GEOMETRY)
 
 
 def fill(model: GPT, length: int, cache: KVCache) -> KVCache:
@@ -80,16 +80,16 @@ def milliseconds_per_token(model: GPT, make_cache: Callable, length: int, turn: 
     return statistics.median(pass_milliseconds[1:])
 
 
-def measure(rows: Rows, quick: bool) -> None:
+def measure(rows: Results, quick: bool) -> None:
     """Append tokens/s and bytes of each cache at each length; the caches take turns."""
     if not rows.ways_due(["growing"], "tps", after=LENGTHS[-1]):
         return
-    geometry_name, geometry, slots = QUICK if quick else FULL
+    geometry_name, geometry = QUICK if quick else FULL
     geometry = geometry | {"n_ctx": max(LENGTHS) + DECODED_TOKENS + 1}
     torch.manual_seed(0)
     plain = order_for_decoding(GPT(GPTConfig(**geometry))).eval()
     caches = {"growing": (plain, growing_cache), "preallocated": (plain, preallocated_cache)}
-    for slot_count in slots:
+    for slot_count in SLOTS:
         bct = order_for_decoding(BCT(BCTConfig(**geometry, slots=slot_count))).eval()
         caches[f"bct:{slot_count}"] = bct, bct_memory
     rows.set_model_conditions(
@@ -115,4 +115,4 @@ def measure(rows: Rows, quick: bool) -> None:
                 rows.add_values(name, setting | {"than": other}, faster=speedups)
 
 
-main = partial(run_study, __doc__, "lengths", "a small geometry", measure, again=False)
+main = partial(run_study, __doc__, "lengths", "a small geometry", measure)

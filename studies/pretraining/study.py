@@ -24,8 +24,9 @@ from pocket.recipes import MEMORY, Phase, Recipe, steps_and_tokens
 from pocket.tokenizer import TOKENIZER, VOCABULARY
 from pocket.training import train
 from studies.bounding import study as bounding
-from studies.core import Rows, run_study
+from studies.core import run_study
 from studies.recall.study import WideBCT
+from studies.results import Results
 
 GEOMETRY = {"vocab_size": VOCABULARY, "n_ctx": 512, "n_layer": 6, "n_head": 6, "n_embd": 192}
 MEMORIES = {  # options of a BCTConfig
@@ -67,7 +68,7 @@ def trained_memory(way: str, recipe: Pretraining, state_folder: Path) -> Memory:
     return Memory(way, model, lambda _: new_cache())
 
 
-def measure(rows: Rows, quick: bool) -> None:
+def measure(rows: Results, quick: bool) -> None:
     """Train the models and append their figures."""
     steps, documents = (2, 200) if quick else (1500, 20_000)
     size = bounding.QUICK if quick else bounding.Size()

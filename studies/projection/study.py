@@ -2,8 +2,8 @@
 capitals, or on four kinds of prompts of the pocket world, and what its thresholds say.
 
 `python3 -m studies.projection` takes two and a half hours and goes on where it was interrupted;
-`--quick` takes a minute; `--again written` measures that way once more; `--kinds quiz` measures one
-kind of prompts; `--model smollm2` measures questions about capitals, of a model that knows them.
+`--quick` takes a minute; `--kinds quiz` measures one kind of prompts; `--model smollm2` measures
+questions about capitals, of a model that knows them.
 
 Ways (ways.py has them all): written and proposed are the proposal, with stage 1 as its text has it
 and with a smaller one, over segments; raw-1:16 is ours, 1 summary token of the similar prompt,
@@ -63,15 +63,15 @@ from projector import (
 )
 from recycle import prefilled_cache
 from studies.core import (
-    MIN_VALUES_OF_INTERVAL,
     REAL_MODEL,
     RECORDED_MODELS,
-    Rows,
     StudyLine,
     load_chosen_model,
-    open_rows,
+    open_results,
     report,
 )
+from studies.judging import MIN_VALUES_OF_INTERVAL
+from studies.projection.claims import ARITHMETIC
 from studies.projection.ways import (
     OUR_LAYOUTS,
     POCKET_KINDS,
@@ -84,6 +84,7 @@ from studies.projection.ways import (
     divergence,
     pocket_families,
 )
+from studies.results import Results
 from support.printing import end_tokens_of
 from support.statistics import area_under_roc, bootstrap, ratio_of_sums, rouge_l, wilson_interval
 from support.texts import CAPITALS, Splits, read_pairs
@@ -106,7 +107,7 @@ LIBRARY_SIZE = 1000  # stored prompts, for the time of retrieval
 
 
 def add_metrics(
-    rows: Rows, way: str, setting: dict, prompts: Sequence[Prompt], **metrics: Sequence
+    rows: Results, way: str, setting: dict, prompts: Sequence[Prompt], **metrics: Sequence
 ) -> None:
     """Append metrics of a way, one value for each prompt. Intervals are by bootstrap over families,
     since paraphrases aren't independent; a share's is at least as wide as Wilson's interval, which
@@ -206,7 +207,7 @@ def first_token_worth(trial: Trial, way: Way, prompt: Prompt, source: Prompt) ->
 
 
 def measure_ways(
-    rows: Rows,
+    rows: Results,
     trial: Trial,
     names: Iterable[str],
     queries: AskedPrompts,
@@ -291,7 +292,7 @@ def start_function(trial: Trial, name: str) -> Callable[[Prompt], Tensor]:
 
 
 def measure_times(
-    rows: Rows, trial: Trial, names: Iterable[str], prompts: list[Prompt], turns: int
+    rows: Results, trial: Trial, names: Iterable[str], prompts: list[Prompt], turns: int
 ) -> None:
     """Append the share of the time to the first token that ways save; they and cold starts take
     turns."""
@@ -307,7 +308,7 @@ def measure_times(
         add_metrics(rows, name, setting, prompts, saved=saved_shares)
 
 
-def measure_eighth_token(rows: Rows, trial: Trial, prompts: list[Prompt], turns: int) -> None:
+def measure_eighth_token(rows: Results, trial: Trial, prompts: list[Prompt], turns: int) -> None:
     """Append the time to the eighth token: cold, with the exact cache as soon as it is ready, and
     with the exact cache from the second token on; and how many of the eight are the summary's."""
     setting, model = {"kind": trial.kind}, trial.model
@@ -337,7 +338,7 @@ def measure_eighth_token(rows: Rows, trial: Trial, prompts: list[Prompt], turns:
         rows.add_values(name, setting, from_summary=[mean(counts)])
 
 
-def measure_lengths(rows: Rows, turns: int) -> None:
+def measure_lengths(rows: Results, turns: int) -> None:
     """Append times to the first token at GPT-2 124M's size by the length of the prompt: cold, from
     summary tokens as stored, and from those mapped at every start, as proposed. Retrieval is timed
     by itself: an encoder of all-MiniLM-L6-v2's geometry, and reading the summary tokens from the
@@ -377,7 +378,7 @@ def measure_lengths(rows: Rows, turns: int) -> None:
             rows.add_values(way, setting | {"tokens": T}, first_ms=milliseconds[way][i])
 
 
-def add_savings_by_length(rows: Rows) -> None:
+def add_savings_by_length(rows: Results) -> None:
     """Append the share of the time that starts from mapped and from stored summary tokens save in each
     turn, retrieval included: by the length of the prompt, and their mean over the lengths."""
     setting = {"model": "124M"}
@@ -386,7 +387,7 @@ def add_savings_by_length(rows: Rows) -> None:
         for T in PROMPT_LENGTHS:
             timed = (way, "retrieval", "cold")
             found = [rows.find(x, "first_ms", **setting, tokens=T) for x in timed]
-            rows.next_conditions = found[0]["on"]
+            rows.conditions = found[0]["conditions"]
             warm, retrieval, cold = (np.array(row["values"]) for row in found)
             shares.append(1 - (warm + retrieval) / cold)
             rows.add_values(way, setting | {"tokens": T}, saved=shares[-1])
@@ -411,7 +412,7 @@ def curvature() -> float:
     return float(abs(third_difference) / losses[0])
 
 
-def measure_sizes(rows: Rows, trial: Trial) -> None:
+def measure_sizes(rows: Results, trial: Trial) -> None:
     """Append the size of summary tokens as a share of a cache, and both maps' bytes and
     penalties."""
     setting = {"kind": trial.kind}
@@ -425,28 +426,28 @@ def measure_sizes(rows: Rows, trial: Trial) -> None:
             rows.add_values(way, setting, bytes=[stage.weight.nbytes], penalty=[stage.penalty])
 
 
-def add_derived(rows: Rows) -> None:
+def add_derived(rows: Results) -> None:
     """Append the figures that are arithmetic, and those computed from the rows of all kinds."""
     rows.set_conditions("arithmetic, on random caches")
-    if rows.ways_due(["stage-1"], "curvature"):
-        rows.add_values("stage-1", {}, curvature=[curvature()])
+    if rows.ways_due(["stage-1"], "curvature", **ARITHMETIC):
+        rows.add_values("stage-1", ARITHMETIC, curvature=[curvature()])
     kinds = [*POCKET_KINDS, CAPITALS.stem]
     rows.set_conditions(f"{len(kinds)} kinds of prompts")
     ways = ("until-ready", "second-exact")
     for way in ways if rows.ways_due(ways, "eighth", kind="all") else ():
         ratios = []
         for kind in kinds:
-            warm, cold = (rows.figure(name, "eighth_ms", kind=kind) for name in (way, "cold"))
+            warm, cold = (rows.find(name, "eighth_ms", kind=kind) for name in (way, "cold"))
             if warm is None:
                 return
-            ratios.append(warm.value / cold.value)
+            ratios.append(warm["value"] / cold["value"])
         rows.add_values(way, {"kind": "all"}, eighth=ratios)
 
 
 # --- The study --------------------------------------------------------------------------------------
 
 
-def measure_kind(rows: Rows, trial: Trial, turns: int) -> float:
+def measure_kind(rows: Results, trial: Trial, turns: int) -> float:
     """Append the figures that one kind of prompts has no rows of yet, and return tau."""
     setting, queries = {"kind": trial.kind}, trial.retrieve("test")
     tau, area = choose_tau(trial)
@@ -481,7 +482,7 @@ def measure_kind(rows: Rows, trial: Trial, turns: int) -> float:
     return tau
 
 
-def measure_other_numbers(rows: Rows, trial: Trial) -> None:
+def measure_other_numbers(rows: Results, trial: Trial) -> None:
     """Append the figures of other numbers of summary tokens than the proposal's. With 32, maps take
     gigabytes, so only one is kept."""
     related_pairs = trial.related_pairs("test")
@@ -522,9 +523,37 @@ def kinds_of(args: argparse.Namespace) -> dict[str, Splits]:
     return {kind: pocket_families(kind, args.seed, max_families) for kind in kinds}
 
 
+def measure(
+    rows: Results,
+    model: GPT,
+    name: str,
+    families_by_kind: dict[str, Splits],
+    args: argparse.Namespace,
+) -> None:
+    """Measure every figure that has no row yet: of each kind of prompts, then at GPT-2's size."""
+    tokenizer, turns, quick_steps = load_tokenizer(args.model), 7, 0
+    if args.quick:
+        turns, quick_steps = 1, 20
+    for number, (kind, families) in enumerate(families_by_kind.items()):
+        match_names = bool(args.pairs) or kind not in POCKET_KINDS
+        trial = Trial(model, tokenizer, kind, families, args.seed, quick_steps, match_names)
+        detail = "; a stored prompt has to share the new one's names" if match_names else ""
+        rows.set_model_conditions(name, model, f"held-out families of paraphrases{detail}")
+        tau = measure_kind(rows, trial, turns)
+        if not math.isfinite(tau):
+            continue
+        if number == 0:
+            save_libraries(trial, tau, args.out / "library")
+        measure_other_numbers(rows, trial)
+    if not rows.no_verdict_reason:
+        measure_lengths(rows, turns)
+        add_savings_by_length(rows)
+        add_derived(rows)
+
+
 def main(argv: list[str] | None = None) -> None:
     models = f"pocket, pocket-llama or {REAL_MODEL}; with --pairs FILE also {NAMES}"
-    cli = StudyLine(__doc__, "projection", "few families", models=models, again=True)
+    cli = StudyLine(__doc__, "projection", "few families", models=models)
     prompts = cli.add_mutually_exclusive_group()
     prompts.add_argument(
         "--kinds", nargs="+", choices=POCKET_KINDS, metavar="KIND", help="kinds of pocket's prompts"
@@ -539,33 +568,10 @@ def main(argv: list[str] | None = None) -> None:
         families_by_kind = kinds_of(args)
         is_recorded = args.model in RECORDED_MODELS and not args.pairs
         different = "" if is_recorded else "run of other prompts or another model"
-        rows, turns = open_rows("projection", args, different), 1 if args.quick else 7
-        (model, name), tokenizer = load_chosen_model(args), load_tokenizer(args.model)
-        quick_steps = 20 if args.quick else 0
-        kinds = [*families_by_kind]
+        rows = open_results("projection", args, different)
         if rows.no_verdict_reason:
-            rows.definition["usual"]["kind"] = kinds[0]
-            rows.definition["every"]["kind"] = kinds
-        for kind, families in families_by_kind.items():
-            is_of_pocket = not args.pairs and kind in POCKET_KINDS
-            trial = Trial(
-                model,
-                tokenizer,
-                kind,
-                families,
-                args.seed,
-                quick_steps,
-                match_names=not is_of_pocket,
-            )
-            detail = "" if is_of_pocket else "; a stored prompt has to share the new one's names"
-            rows.set_model_conditions(name, model, f"held-out families of paraphrases{detail}")
-            tau = measure_kind(rows, trial, turns)
-            if kind == kinds[0] and math.isfinite(tau):
-                save_libraries(trial, tau, args.out / "library")
-            if math.isfinite(tau):
-                measure_other_numbers(rows, trial)
-        if not rows.no_verdict_reason:
-            measure_lengths(rows, turns)
-            add_savings_by_length(rows)
-            add_derived(rows)
+            kinds = [*families_by_kind]
+            rows.usual |= {"model": args.model, "kind": kinds[0]}
+            rows.every["kind"] = kinds
+        measure(rows, *load_chosen_model(args), families_by_kind, args)
         report(rows)

@@ -8,7 +8,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial, wraps
 from random import Random
 from typing import Any, NamedTuple
 
@@ -152,11 +152,17 @@ def map_bytes(model: GPT, T: int, m: int) -> int:
     return 4 * heads * (2 * config.head_dim) ** 2 * T * m
 
 
-# Methods of a Trial whose results are cached.
-MADE_ONCE = (
-    "query_bank own_summary segment_map stage_1_penalty compressor summary_as_written "
-    "summary_by_segments stage_2_penalty stage_2 projected_summary hidden_map learned_summary"
-)
+def once(method: Callable) -> Callable:
+    """Let a method remember its results, in its object's `made`."""
+
+    @wraps(method)
+    def remembered(self: "Trial", *asked: Any) -> Any:
+        made = self.made.setdefault(method.__name__, {})
+        if asked not in made:
+            made[asked] = method(self, *asked)
+        return made[asked]
+
+    return remembered
 
 
 class Trial:
@@ -179,8 +185,7 @@ class Trial:
         two prompts that are long enough."""
         self.model, self.tokenizer = model, tokenizer
         self.kind, self.quick_steps, self.match_names = kind, quick_steps, match_names
-        for name in MADE_ONCE.split():
-            setattr(self, name, cache(getattr(self, name)))
+        self.made: dict[str, dict] = {}  # what is fitted, by the name of the method that fits it
         self.prompts = {
             split: self.read_families(split, chosen) for split, chosen in families.items()
         }
@@ -298,6 +303,7 @@ class Trial:
 
     # --- The stages -------------------------------------------------------------------------------
 
+    @once
     def query_bank(self, tail: int) -> Tensor:
         """Return queries of training prompts (L, H, N, D) for summarize()."""
         prompts = [prompt for prompt in self.bank_prompts if len(prompt.ids) >= tail]
@@ -306,6 +312,7 @@ class Trial:
             queries.append(tail_queries(prompt.exact, tail))
         return torch.cat(queries, 2)
 
+    @once
     def own_summary(self, prompt: Prompt, layout: Layout) -> Tensor:
         """Return the summary tokens fitted on one prompt."""
         bank = self.query_bank(layout.tail)
@@ -314,6 +321,7 @@ class Trial:
     def segments_of(self, prompts: Sequence[Prompt], layout: Layout) -> list[Segments]:
         return [measure_segments(prompt.exact, layout) for prompt in prompts]
 
+    @once
     def segment_map(self, layout: Layout) -> SegmentMap:
         """Return the smaller stage 1, one map from the means of segments. For another number of
         summary tokens it has the penalty that was found for the proposal's number."""
@@ -333,9 +341,10 @@ class Trial:
 
     def drop_large_maps(self) -> None:
         """Forget the maps, which can take gigabytes, but not their penalties."""
-        self.compressor.cache_clear()
-        self.stage_2.cache_clear()
+        for fitted in ("compressor", "stage_2"):
+            self.made.pop(fitted, None)
 
+    @once
     def stage_1_penalty(self) -> float:
         """Return the penalty of stage 1 as written for any number of summary tokens: the one with
         the least reading error on held-out families, for the proposal's number."""
@@ -351,12 +360,14 @@ class Trial:
 
         return cross_validate(error, families[:VALIDATION_PROMPTS], LOSS_PENALTIES)
 
+    @once
     def compressor(self, m: int) -> Compressor:
         """Return stage 1 as written."""
         prefills, steps = [prompt.exact for prompt in self.stage_1_prompts], self.quick_steps
         penalty, T = self.stage_1_penalty(), self.longest - 1
         return Compressor(prefills, m, penalty, T, steps or projector.STEPS)
 
+    @once
     def summary_as_written(self, prompt: Prompt, layout: Layout) -> Tensor:
         """Return the summary tokens of a prompt by stage 1 as written."""
         return self.compressor(layout.m)([prompt.exact])[0]
@@ -366,13 +377,14 @@ class Trial:
     ) -> Tensor:
         """Return the summary tokens (N, L, 2, H, m, D) of prompts by one way of stage 1. The maps of
         stage 1 as written take gigabytes, and are read once for all prompts."""
-        if summarise is not self.summary_as_written:
+        if summarise != self.summary_as_written:
             return torch.stack([summarise(prompt, layout) for prompt in prompts])
         distinct = [*dict.fromkeys(prompts)]
         summaries = self.compressor(layout.m)([prompt.exact for prompt in distinct])
         of_prompt = dict(zip(distinct, summaries, strict=True))
         return torch.stack([of_prompt[prompt] for prompt in prompts])
 
+    @once
     def summary_by_segments(self, prompt: Prompt, layout: Layout) -> Tensor:
         """Return the summary tokens of a prompt by the smaller stage 1."""
         return self.segment_map(layout)(self.segments_of([prompt], layout))[0]
@@ -382,6 +394,7 @@ class Trial:
         sides = zip(*self.pairs, strict=True)
         return [self.summaries_of(side, layout, summarise) for side in sides]
 
+    @once
     def stage_2_penalty(self, layout: Layout, summarise: Callable) -> float:
         """Return the penalty of stage 2 that predicts held-out families best, for one way of stage
         1."""
@@ -395,17 +408,20 @@ class Trial:
 
         return cross_validate(error, [source.family for source, _ in self.pairs])
 
+    @once
     def stage_2(self, layout: Layout, summarise: Callable) -> Projector:
         """Return stage 2 for one way of stage 1. For any number of summary tokens it has the
         penalty that is best for the proposal's number."""
         penalty = self.stage_2_penalty(replace(layout, m=PROPOSED.m), summarise)
         return Projector(*self.pair_summaries(layout, summarise), penalty)
 
+    @once
     def projected_summary(self, summarise: Callable, prompt: Prompt, layout: Layout) -> Tensor:
         """Return a prompt's summary tokens after both stages. They are computed once, since stage 2
         doesn't depend on the new prompt; the proposal maps them at every start."""
         return self.stage_2(layout, summarise)(summarise(prompt, layout)[None])[0]
 
+    @once
     def hidden_map(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the ridge regression from a source's last hidden state to its target's: both
         means, and the weights."""
@@ -422,6 +438,7 @@ class Trial:
         x = (source.exact.hidden.double() - source_mean) @ weight + target_mean
         return self.model.head(x.to(self.model.wte.weight)[None, None])[0, 0]
 
+    @once
     @torch.enable_grad()
     def learned_summary(self) -> Tensor:
         """Return the source's baseline, summary tokens (L, 2, H, m, D) that are the same for every

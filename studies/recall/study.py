@@ -36,7 +36,9 @@ from gpt_bounded_cache import (
     WriteMemory,
 )
 from pocket.evaluation import window_of_equal_bytes
-from studies.core import Rows, run_study
+from studies.bounding.claims import LOOKING_UP
+from studies.core import run_study
+from studies.results import Results
 
 KEYS, VALUES = 512, 64  # of the vocabulary
 MAX_ASKED = 64  # keys that are asked for at the end of a text, at most
@@ -218,7 +220,7 @@ def recall_of(model: Recaller, pairs: int, min_answers: int) -> tuple[float, flo
 # --- The study --------------------------------------------------------------------------------------
 
 
-def measure_recall(rows: Rows, way: str, setting: dict[str, int], size: Size) -> None:
+def measure_recall(rows: Results, way: str, setting: dict[str, int], size: Size) -> None:
     """Train a model for each seed, with the setting's number of slots, and append their recall."""
     models = [train_model(way, setting.get("slots", 1), seed, size) for seed in range(size.seeds)]
     token_bytes = 2 * 4 * GEOMETRY["n_layer"] * GEOMETRY["n_embd"]  # bytes of its keys and values
@@ -229,11 +231,11 @@ def measure_recall(rows: Rows, way: str, setting: dict[str, int], size: Size) ->
         rows.add_values(way, setting | {"pairs": pairs}, share=[share_of_bytes], right=recalls)
 
 
-def pool_recall(rows: Rows, size: Size) -> None:
+def pool_recall(rows: Results, size: Size) -> None:
     """Append each way's recall over all of its models, where every number of pairs counts alike, and
     over those with half as many slots as pairs, beside full attention's of as many pairs."""
     # What is pooled was measured under these conditions:
-    rows.next_conditions = rows.find("full", "right", pairs=size.pairs[0])["on"]
+    rows.conditions = rows.find("full", "right", pairs=size.pairs[0])["conditions"]
     for way in rows.ways_due(WAYS, "every"):
         means = []
         for slots in size.slots:
@@ -249,9 +251,9 @@ def pool_recall(rows: Rows, size: Size) -> None:
         rows.add_values(way, {}, half=recalls)
 
 
-def measure(rows: Rows, quick: bool) -> None:
+def measure(rows: Results, quick: bool) -> None:
     """Append what is missing: full attention, and each way at each number of slots."""
-    size = QUICK if quick else Size()
+    size, rows = QUICK if quick else Size(), rows.at(**LOOKING_UP)
     rows.set_model_conditions(
         "two layers of GPT-2, trained from scratch to look up keys",
         build_model("full", 1, 0, size.positions),

@@ -46,8 +46,14 @@ from recycle import (
     prompt_lengths,
     read_prompts,
 )
-from studies import core
-from studies.core import STUDIES_FOLDER, Rows, StudyLine, load_chosen_model, open_model_rows, report
+from studies.core import (
+    REAL_MODEL,
+    StudyLine,
+    load_chosen_model,
+    open_model_results,
+    report,
+)
+from studies.results import STUDIES_FOLDER, Results
 from support.conditions import GEOMETRIES, is_geometry
 from support.printing import end_tokens_of
 from support.statistics import bootstrap
@@ -60,7 +66,7 @@ ENCODER = "all-MiniLM-L6-v2"  # of the recorded embeddings
 NEW_TOKENS = 100
 SHORT_ANSWERS = (1, 2, 5, 10)  # tokens
 CHAT_TEXT = "article"  # the text in data/real that a conversation is about
-RECORDED_MODELS = (*core.RECORDED_MODELS, "355M")
+RECORDED_MODELS = ("pocket", REAL_MODEL, "355M")
 AnswersByWay = dict[tuple[str, str], list["Answer"]]  # by way and prompt, turn by turn
 
 
@@ -132,7 +138,7 @@ class Trial:
 
 
 @torch.no_grad()
-def measure_chat(rows: Rows, recycler: Recycler, setting: dict, quick: bool) -> None:
+def measure_chat(rows: Results, recycler: Recycler, setting: dict, turns: int) -> None:
     """Append the times to the first token of the turns after the first of a conversation about a
     text, which is in its system prompt: with the store, and if all is read again."""
     if not rows.ways_due(["recycled"], "first", **setting):
@@ -143,7 +149,7 @@ def measure_chat(rows: Rows, recycler: Recycler, setting: dict, quick: bool) -> 
     ids: list[int] = []
     store.clear()
     milliseconds: dict[str, list[float]] = {"cold": [], "recycled": []}
-    for turn in questions[: 3 if quick else 6]:
+    for turn in questions[:turns]:
         ids = ids + encode_in_form(form.later if ids else form.first, turn.question, tokenizer)
         prompt = torch.tensor([ids], device=store.model.wte.weight.device)
         for way in milliseconds:
@@ -175,7 +181,7 @@ def nearness(pairs: np.ndarray) -> np.ndarray:
     return (similarity - others) / np.maximum(1 - others, 1e-12)
 
 
-def add_answers(rows: Rows, trial: Trial, answers_by_way: AnswersByWay, setting: dict) -> None:
+def add_answers(rows: Results, trial: Trial, answers_by_way: AnswersByWay, setting: dict) -> None:
     """Append the figures of the answers."""
     vectors = {}
     for way in WAYS:  # cold first
@@ -224,7 +230,7 @@ def add_answers(rows: Rows, trial: Trial, answers_by_way: AnswersByWay, setting:
     add_similarity(rows, vectors, setting)
 
 
-def add_short_answers(rows: Rows, setting: dict) -> None:
+def add_short_answers(rows: Results, setting: dict) -> None:
     """Append what reuse saves of answers of fewer tokens, by arithmetic: the first token as measured,
     all further ones at the mean step of the cold run."""
     for way in rows.ways_due(
@@ -232,7 +238,7 @@ def add_short_answers(rows: Rows, setting: dict) -> None:
     ):
         asked = (way, "first"), ("cold", "first"), ("cold", "latency")
         found = [rows.find(name, metric, **setting) for name, metric in asked]
-        rows.next_conditions = found[0]["on"]
+        rows.conditions = found[0]["conditions"]
         first, cold_first, cold_latency = (np.array(row["values"]) for row in found)
         step = (cold_latency - cold_first) / (NEW_TOKENS - 1)
         for tokens in SHORT_ANSWERS:
@@ -240,7 +246,7 @@ def add_short_answers(rows: Rows, setting: dict) -> None:
             rows.add_values(way, setting | {"tokens": tokens}, saved=saved)
 
 
-def add_similarity(rows: Rows, vectors: dict[str, np.ndarray], setting: dict) -> None:
+def add_similarity(rows: Results, vectors: dict[str, np.ndarray], setting: dict) -> None:
     """Append how alike the answers are, if the embeddings (prompts, C) of all of them are known."""
     cold_vectors = vectors["cold"]
     if not all(np.isfinite(x).all() for x in vectors.values()):
@@ -263,6 +269,39 @@ def difference_to_recorded(args: argparse.Namespace) -> str:
     return "run of another model"
 
 
+class Size(NamedTuple):
+    """How many tokens an answer has at most, how often it is written, and a conversation's turns."""
+
+    new_tokens: int = NEW_TOKENS
+    turns: int = 5
+    chat_turns: int = 6
+
+
+def size_of(args: argparse.Namespace) -> Size:
+    """Return the size of a run."""
+    if args.quick:
+        return Size(NEW_TOKENS if args.model == "pocket" else 5, turns=1, chat_turns=3)
+    return Size(turns=3 if args.model == REAL_MODEL else 5)
+
+
+def measure(rows: Results, trial: Trial, stored: Sequence[str], args: argparse.Namespace) -> None:
+    """Measure every figure that has no row yet."""
+    size, setting = size_of(args), {"model": args.model, "store": "own"}
+    orders = [  # the source's comes first: nothing may be warm
+        (setting | {"order": "source"}, stored),
+        (setting | {"order": "interleaved"}, stored),
+        (setting | {"order": "interleaved", "store": "other"}, trial.unrelated_prompts(stored)),
+    ]
+    for order_setting, prompts in orders[1:2] if args.quick else orders:
+        if rows.ways_due(["cold"], "latency", **order_setting):
+            answers = trial.store_and_answer(prompts, order_setting["order"], size.turns)
+            add_answers(rows, trial, answers, order_setting)
+    if args.model == "355M" and not args.quick:  # whose answers all have as many tokens
+        add_short_answers(rows, setting | {"order": "source"})
+    if has_chat_form(trial.recycler.tokenizer):
+        measure_chat(rows, trial.recycler, setting | {"order": "chat"}, size.chat_turns)
+
+
 def main(argv: list[str] | None = None) -> None:
     cli = StudyLine(
         __doc__,
@@ -271,40 +310,20 @@ def main(argv: list[str] | None = None) -> None:
         models=f"{NAMES}; or random weights of the size of {GEOMETRIES} (355M is DialoGPT-medium's)",
     )
     with cli.parse(argv) as args:
-        stored_prompts, test_prompts = map(read_prompts, prompt_files(args.model))
+        stored, tests = map(read_prompts, prompt_files(args.model))
         model, name = load_chosen_model(args)
         tokenizer = load_tokenizer("gpt2" if is_geometry(args.model) else args.model)
         form = prompt_form(args.model, tokenizer)
         recycler = Recycler(Store(model, args.out / "cache"), tokenizer, recorded_encoder(), form)
-        max_new_tokens = 5 if args.quick and args.model != RECORDED_MODELS[0] else NEW_TOKENS
-        trial = Trial(recycler, test_prompts, max_new_tokens)
-        setting = {"model": args.model}
-        rows = open_model_rows("recycling", args, RECORDED_MODELS, difference_to_recorded(args))
-        config, turns = model.config, 3 if args.model == core.REAL_MODEL else 5
-        if args.quick:
-            turns = 1
+        size, config = size_of(args), model.config
+        trial = Trial(recycler, tests, size.new_tokens)
+        rows = open_model_results("recycling", args, RECORDED_MODELS, difference_to_recorded(args))
         rows.set_model_conditions(
             name,
             model,
             f"{config.n_layer} layers of width {config.n_embd:,}",
-            f"{len(test_prompts)} prompts, {max_new_tokens} new tokens, greedy; turns: {turns}",
+            f"{len(tests)} prompts, {size.new_tokens} new tokens, greedy; turns: {size.turns}",
             f"embeddings by {ENCODER}",
         )
-        settings = [  # the source's order comes first: nothing may be warm
-            ("source", "own", stored_prompts),
-            ("interleaved", "own", stored_prompts),
-            ("interleaved", "other", trial.unrelated_prompts(stored_prompts)),
-        ]
-        if args.quick:
-            settings = settings[1:2]
-        for order, stored_kind, prompts in settings:
-            order_setting = setting | {"order": order, "store": stored_kind}
-            if rows.ways_due(["cold"], "latency", **order_setting):
-                add_answers(
-                    rows, trial, trial.store_and_answer(prompts, order, turns), order_setting
-                )
-        if args.model == "355M" and not args.quick:  # whose answers all have as many tokens
-            add_short_answers(rows, setting | {"order": "source", "store": "own"})
-        if has_chat_form(tokenizer):
-            measure_chat(rows, recycler, setting | {"order": "chat", "store": "own"}, args.quick)
+        measure(rows, trial, stored, args)
         report(rows)

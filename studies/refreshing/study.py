@@ -1,7 +1,7 @@
 """The refresh study: a student's texts on its teacher's KV cache, by every way of refreshing it.
 
 `python3 -m studies.refreshing` takes nearly three hours and goes on where it was interrupted; `--quick`
-takes a minute; `--again 'periodic:*'` measures these ways once more. `--teacher smollm2` takes
+takes a minute. `--teacher smollm2` takes
 SmolLM2-135M-Instruct, which continues the texts in data/real, and its twins with weights of 4 and 3
 bits for students, in 40 minutes. The source's own experiment,
 with a file of questions (the source's are ELI5's, held out), is
@@ -39,7 +39,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tiktoken
@@ -51,7 +51,7 @@ from formats.chat import beginning_tokens, question_form
 from formats.products import order_for_decoding
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache, generate, sample
-from load_gpt2_weights import load_tokenizer, random_model
+from load_gpt2_weights import random_model
 from overfill import (
     Entropy,
     Gate,
@@ -70,14 +70,13 @@ from recycle import read_prompts
 from studies.core import (
     REAL_MODEL,
     RECORDED_MODELS,
-    Rows,
-    Setting,
     StudyLine,
-    matching_ways,
-    open_model_rows,
-    points_over,
+    open_model_results,
     report,
 )
+from studies.refreshing.claims import ARITHMETIC, SOURCE_TPS
+from studies.results import Results, Setting
+from studies.showing import points_over
 from support.printing import end_tokens_of
 from support.statistics import area_under_roc, kl, repetition
 from support.texts import rows_of_tokens
@@ -129,7 +128,7 @@ class Texts:
     """A teacher and a student, the prompts (B, T) that they continue by new tokens, and the setting
     of their rows."""
 
-    rows: Rows
+    rows: Results
     models: dict[str, GPT]
     prompts: dict[str, Tensor]
     new_tokens: int
@@ -150,8 +149,8 @@ class Texts:
             return None
         policy_text, gated, _ = way.partition("~")
         policy = parse_policy(f"{policy_text}:inf" if gated else policy_text)
-        threshold = self.rows.figure(way, "threshold", **self.setting, mode=mode)
-        return replace(policy, threshold=threshold.value) if threshold else policy
+        threshold = self.rows.find(way, "threshold", **self.setting, mode=mode)
+        return replace(policy, threshold=threshold["value"]) if threshold else policy
 
     def add_threshold(self, way: str, mode: str) -> None:
         """Append the threshold with which a gate fires as often as its name says, on the prompts
@@ -355,7 +354,7 @@ def add_times(texts: Texts, ways: Sequence[str], prompt_count: int, turns: int) 
         return time_text(lambda: tokens), pair
 
     timed_runs = run_in_turns({way: partial(write_once, way) for way in ("none", *ways)}, turns)
-    recorded_speed = rows.figure("none", "tps", **setting)
+    recorded_speed = rows.find("none", "tps", **setting)
     spans = {}  # to the first token and to the last
     for way, runs in timed_runs.items():
         spans[way] = np.array([(run.first_token_seconds, run.total_seconds) for run, _ in runs]).T
@@ -363,7 +362,7 @@ def add_times(texts: Texts, ways: Sequence[str], prompt_count: int, turns: int) 
     steps, scale = texts.new_tokens - 1, 1.0
     if recorded_speed:
         del timed_runs["none"]
-        scale = steps / recorded_speed.value / (overfill_total - overfill_first)
+        scale = steps / recorded_speed["value"] / (overfill_total - overfill_first)
     else:
         add_read_times(texts, timed_runs)
     for way, runs in timed_runs.items():
@@ -394,7 +393,7 @@ def add_read_times(texts: Texts, timed_runs: dict[str, list]) -> None:
         texts.rows.add_values("teacher", texts.setting | {"k": tokens_read}, read_ms=ms)
 
 
-def add_predicted_times(rows: Rows, new_tokens: int, setting: Setting) -> None:
+def add_predicted_times(rows: Results, new_tokens: int, setting: Setting) -> None:
     """Append the time of every way by the source's cost model, in units of OverFill's, the
     prompt's prefill included: N / TPS + the sum of prefill(k_r), the student's decoding and the
     teacher's passes over k_r tokens each. prefill(k) is the line through the times of these passes.
@@ -407,34 +406,35 @@ def add_predicted_times(rows: Rows, new_tokens: int, setting: Setting) -> None:
     slope, intercept = np.polyfit(*zip(*points, strict=True), 1)  # ms
     first_ms, tps = (rows.figure("none", metric, **setting).value for metric in ("first_ms", "tps"))
     overfill_ms = first_ms + 1e3 * (new_tokens - 1) / tps
-    for way, _ in matching_ways(rows, [".*"]):
-        passes, reads = (rows.figure(way, metric, **setting) for metric in ("passes", "reads"))
+    for way in rows.ways():
+        passes, reads = (rows.find(way, metric, **setting) for metric in ("passes", "reads"))
         if passes is None or way in PUBLISHED:
             continue
-        pass_count = passes.value * new_tokens / 1000  # of an average text, so it needn't be whole
-        prefills = slope * reads.value + pass_count * intercept  # of all passes together
+        pass_count = (
+            passes["value"] * new_tokens / 1000
+        )  # of an average text, so it needn't be whole
+        prefills = slope * reads["value"] + pass_count * intercept  # of all passes together
         predicted = round(1 + prefills / overfill_ms, 4)
-        interval = (predicted, predicted, predicted)
-        if rows.figure(way, "time", **setting, by="formula") != interval:
-            rows.add_figures(way, setting | {"by": "formula"}, 1, time=interval)
+        recorded = rows.find(way, "time", **setting, by="formula")
+        if recorded is None or recorded["value"] != predicted:
+            rows.add_figures(way, setting | {"by": "formula"}, 1, time=[predicted] * 3)
 
 
-def add_least_times(rows: Rows, setting: Setting) -> None:
+def add_least_times(rows: Results, setting: Setting) -> None:
     """Append the least time of refreshes every k tokens by the source's own tokens/s, in units of
     OverFill's: a refresh is a pass of the teacher, no shorter than one over a single token.
 
     Source: the table of baselines, TPS.
     """
     setting = setting | {"by": "source"}
-    teacher_tps, tps = (rows.figure(way, "tps", **setting).value for way in ("teacher", "none"))
     rows.set_conditions("arithmetic, by the source's own tokens/s")
     for way in rows.ways_due(REFRESHED_WAYS_AT_SIZE, "time", **setting):
         every = int(way.partition(":")[2])
-        least_time = 1 + tps / (every * teacher_tps)
-        rows.add_figures(way, setting, 1, time=(least_time, least_time, least_time))
+        least_time = 1 + SOURCE_TPS["none"] / (every * SOURCE_TPS["teacher"])
+        rows.add_figures(way, setting, 1, time=[least_time] * 3)
 
 
-def add_variational_identity(rows: Rows) -> None:
+def add_variational_identity(rows: Results) -> None:
     """Append, for three symbols, the expectation of -log p(y) over y from q (left), what the
     source says that it is, KL(p || q) - H[p], and what it is, KL(q || p) + H[q]; in nats."""
     p, q = (0.7, 0.2, 0.1), (0.2, 0.3, 0.5)
@@ -445,8 +445,8 @@ def add_variational_identity(rows: Rows) -> None:
         "true": np.dot(q, of_q - of_p) - np.dot(q, of_q),
     }
     rows.set_conditions(f"arithmetic: three symbols, teacher {p}, student {q}")
-    for way in rows.ways_due(nats, "nats"):
-        rows.add_values(way, {}, nats=[nats[way]])
+    for way in rows.ways_due(nats, "nats", **ARITHMETIC):
+        rows.add_values(way, ARITHMETIC, nats=[nats[way]])
 
 
 # --- The study --------------------------------------------------------------------------------------
@@ -516,7 +516,7 @@ def add_more_texts(texts: Texts) -> None:
         add_quality(more, ("teacher", "none", "student"), mode)
 
 
-def measure_at_size(rows: Rows, quick: bool) -> None:
+def measure_at_size(rows: Results, quick: bool) -> None:
     """Append times at the size of a real model: random weights, on which times don't depend, and a
     student narrowed as pocket's is."""
     size, new_tokens, turns = ("2x2x64", 70, 1) if quick else ("355M", 260, 5)
@@ -567,69 +567,91 @@ def print_needs(texts: Texts, way_count: int, single_texts: int) -> None:
     )
 
 
-def measure(rows: Rows, args: argparse.Namespace) -> None:
-    """Measure every figure that has no row yet, or is to be measured again. With prompts from a
-    file, print first what the run needs."""
-    is_pocket, path = args.model.startswith("pocket"), args.prompts
-    if is_pocket or path:
-        new_tokens, prompt_count, turns = (72, 4, 1) if args.quick else (1000, 50, 9)
-    else:
-        new_tokens, prompt_count, turns = (24, 4, 1) if args.quick else (192, 12, 4)
-    tokenizer, modes = load_tokenizer(args.model), [*MODES]
-    if is_pocket and args.student is None:
-        students = STUDENTS
-    elif args.student is None and args.model == REAL_MODEL and path is None:
-        students = REAL_STUDENTS
-    else:
-        ways = USUAL_WAYS if is_pocket or path else REAL_WAYS
-        students = {"segments": (args.student or default_student(args.model), ways)}
-    if args.quick and not is_pocket:
-        students = dict([*students.items()][:1])
-        modes = modes[:1]
+class Size(NamedTuple):
+    """How many tokens are written after how many prompts, and how often each text is timed."""
+
+    new_tokens: int
+    prompts: int
+    turns: int
+
+
+def size_of(args: argparse.Namespace) -> Size:
+    """Return the size of a run: texts in data/real are shorter and fewer than other prompts' texts."""
+    if args.prompts or args.model.startswith("pocket"):
+        return Size(72, 4, 1) if args.quick else Size(1000, 50, 9)
+    return Size(24, 4, 1) if args.quick else Size(192, 12, 4)
+
+
+def students_of(args: argparse.Namespace) -> dict[str, tuple[str, Sequence[str]]]:
+    """Return the students by how they were trained: a model's name, and the ways to refresh it."""
+    is_pocket = args.model.startswith("pocket")
+    if is_pocket and not args.student:
+        return STUDENTS
+    if args.model == REAL_MODEL and not args.student and not args.prompts:
+        return {"int4": REAL_STUDENTS["int4"]} if args.quick else REAL_STUDENTS
+    ways = USUAL_WAYS if is_pocket or args.prompts else REAL_WAYS
+    return {"segments": (args.student or default_student(args.model), ways)}
+
+
+def texts_of(
+    rows: Results, args: argparse.Namespace, size: Size, training: str, student_name: str
+) -> Texts:
+    """Return what a student writes, and after which prompts."""
+    teacher, student, tokenizer = load_pair(
+        args.model, student_name, device=args.device, dtype=args.dtype
+    )
+    overfill.check_pair(teacher, student)
+    room = min(teacher.config.n_ctx, student.config.n_ctx) - size.new_tokens
+    prompts = load_prompts(args.model, tokenizer, args.prompts, size.prompts, room, args.chat)
+    prompts = {split: ids.to(args.device) for split, ids in prompts.items()}
+    models, setting = {"teacher": teacher, "student": student}, {"trained": training}
+    texts = Texts(rows, models, prompts, size.new_tokens, setting, tokenizer=tokenizer)
+    if not args.model.startswith("pocket"):
+        texts.setting["model"] = args.model
+        texts.end_ids = end_tokens_of(tokenizer)
+    return texts
+
+
+def measure(rows: Results, args: argparse.Namespace) -> None:
+    """Measure every figure that has no row yet. With prompts from a file, print first what the run
+    needs."""
+    size, students = size_of(args), students_of(args)
+    is_short = args.quick and not args.model.startswith("pocket")
+    modes = [*MODES][:1] if is_short else [*MODES]
     for training, (name, ways) in students.items():
-        teacher, student, _ = load_pair(args.model, name, device=args.device, dtype=args.dtype)
-        overfill.check_pair(teacher, student)
-        room = min(teacher.config.n_ctx, student.config.n_ctx) - new_tokens
-        prompts = load_prompts(args.model, tokenizer, path, prompt_count, room, args.chat)
-        prompts = {split: ids.to(args.device) for split, ids in prompts.items()}
-        setting = {"trained": training}
-        if not is_pocket:
-            setting["model"] = args.model
-        models = {"teacher": teacher, "student": student}
-        texts = Texts(rows, models, prompts, new_tokens, setting, tokenizer=tokenizer)
-        if not is_pocket:
-            texts.end_ids = end_tokens_of(tokenizer)
+        texts = texts_of(rows, args, size, training, name)
+        teacher, student = texts.models.values()
         same_geometry = not geometry_difference(teacher, student)
         if not same_geometry:  # the teacher's cache can't be spliced into the student's
             ways = [way for way in ways if way not in PUBLISHED]
-        text_count, prompt_length = prompts["test"].shape
+        text_count, prompt_length = texts.prompts["test"].shape
         timed_prompts = min(3, text_count)
-        if path is not None:
-            print_needs(texts, len(ways), turns * timed_prompts)
+        if args.prompts:
+            print_needs(texts, len(ways), size.turns * timed_prompts)
         drawn = "sampled at temperature 1" + (", or greedy" if "greedy" in modes else "")
         rows.set_model_conditions(
             args.model,
             teacher,
             f"student {name}: {parameter_count_text(student)}",
-            f"{text_count} held-out prompts of {prompt_length} tokens, {new_tokens:,} new tokens, {drawn}",
-            f"times: single texts after {timed_prompts} of them, turns: {turns}",
+            f"{text_count} held-out prompts of {prompt_length} tokens, {size.new_tokens:,} new tokens, {drawn}",
+            f"times: single texts after {timed_prompts} of them, turns: {size.turns}",
         )
         for mode in modes:
             add_quality(texts, ways, mode)
         if training == "dropout":
             add_signal_areas(texts)
         if training in ("segments", "int4") and same_geometry:
-            add_cache_errors(texts, WAYS_ALONG_A_TEXT, max(1, prompt_count // 6))
+            add_cache_errors(texts, WAYS_ALONG_A_TEXT, max(1, size.prompts // 6))
         if training in ("segments", "dropout", "int4"):
-            add_times(texts, ways, timed_prompts, turns)
-        add_predicted_times(rows, new_tokens, setting)
+            add_times(texts, ways, timed_prompts, size.turns)
+        add_predicted_times(rows, size.new_tokens, texts.setting)
         if students is STUDENTS and training == "segments" and not rows.no_verdict_reason:
             add_more_texts(texts)
     add_variational_identity(rows)
 
 
 def main(argv: list[str] | None = None) -> None:
-    cli = StudyLine(__doc__, "refreshing", "less of everything", model="--teacher", again=True)
+    cli = StudyLine(__doc__, "refreshing", "less of everything", model="--teacher")
     cli.add_options("--student", "--chat")
     cli.add_argument("--prompts", metavar="FILE", help="CSV of your own prompts, column prompt")
     with cli.parse(argv) as args:
@@ -639,7 +661,7 @@ def main(argv: list[str] | None = None) -> None:
         difference = "run of other models or prompts" if others else ""
         trained = "int4" if args.model == REAL_MODEL and not others else "segments"
         setting = {"model": args.model, "trained": trained}
-        rows = open_model_rows("refreshing", args, RECORDED_MODELS, difference, setting)
+        rows = open_model_results("refreshing", args, RECORDED_MODELS, difference, setting)
         measure(rows, args)
         if args.model == "pocket" and not others:
             measure_at_size(rows, args.quick)

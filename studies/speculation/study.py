@@ -29,8 +29,9 @@ from pair import Pair, load_pair
 from pocket import corpus
 from pocket.evaluation import token_losses
 from speculate import DRAFTERS, DraftCounts, speculate
-from studies.core import RECORDED_MODELS, Rows, Setting, run_study
+from studies.core import RECORDED_MODELS, run_study
 from studies.refreshing.study import MODES, Texts, parameter_count_text
+from studies.results import Results, Setting
 from support.printing import end_tokens_of
 from support.statistics import repetition
 from support.texts import read_prompts_of_kind
@@ -91,7 +92,7 @@ def compare_ways(texts: Texts, mode: str, all_ways: Sequence[str] = WAYS) -> Non
 
 
 def add_figures(
-    rows: Rows, way: str, setting: Setting, written: list[Written], by_teacher: list[Written]
+    rows: Results, way: str, setting: Setting, written: list[Written], by_teacher: list[Written]
 ) -> None:
     """Append the figures of a way's texts, beside those of the teacher alone."""
     pairs = [*zip(written, by_teacher, strict=True)]
@@ -113,7 +114,7 @@ def add_figures(
         rows.add_figures(way, setting, len(written), kept=[kept])
 
 
-def measure(rows: Rows, args: argparse.Namespace) -> None:
+def measure(rows: Results, args: argparse.Namespace) -> None:
     """Measure every figure that has no row yet, in both modes."""
     if args.model.startswith("pocket"):
         return measure_pocket(rows, args)
@@ -145,7 +146,7 @@ def measure(rows: Rows, args: argparse.Namespace) -> None:
                 compare_ways(texts, mode, REAL_WAYS)
 
 
-def measure_pocket(rows: Rows, args: argparse.Namespace) -> None:
+def measure_pocket(rows: Results, args: argparse.Namespace) -> None:
     """Append the figures of pocket and its student."""
     new_tokens, prompt_count = (32, 4) if args.quick else (256, 20)
     teacher, student, tokenizer = load_pair("pocket", "pocket-student")

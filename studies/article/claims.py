@@ -1,0 +1,155 @@
+"""The claims of the KV cache article. study.py says what their metrics mean."""
+
+from studies.judging import Answer, Source, claim, metrics, question
+from studies.results import Results
+from studies.showing import Layout, columns
+
+SOURCE = Source(
+    "Understanding and Coding the KV Cache in LLMs from Scratch",
+    'GPT-2 124M, untrained; 200 new tokens after the 4 of "Hello, I am"; CPU of a Mac '
+    "Mini M4; repeats not stated",
+)
+METRICS = metrics("turns", seconds=".1f", time=".2f") | metrics(
+    "exact", same=".0%", bytes=",.0f", each=",.0f", wrong=".0%"
+)
+USUAL = {"model": "124M"}  # and the two lines of its window, tried on a smaller one:
+TWO_LINES = {"model": "4x4x64"}
+LONGER_PROMPTS = ({"after": 128}, {"after": 512}, {"after": 1000})
+NAMES = {
+    "all-logits": "no cache, logits of all positions",
+    "no-cache": "no cache",
+    "growing": "growing cache",
+    "preallocated": "preallocated cache",
+}
+
+
+@claim(
+    SOURCE,
+    "A Simple Performance Comparison",
+    "we already get a ~5x speed-up with a small 124 M parameter model and a short "
+    "200-token sequence length",
+    "A KV cache writes 200 tokens about five times as fast",
+    partly='our files; "~5x" is read as 4.5 or more (ours)',
+)
+def speed_up(results: Results) -> Answer:
+    times = results.figure("all-logits", "time")
+    return times.above(4.5), (
+        f"without a cache {times:±} times as long, "
+        f"{results.figure('no-cache', 'time'):±} without needless logits"
+    )
+
+
+@claim(
+    SOURCE,
+    "A Simple Performance Comparison",
+    "both the gpt_ch04.py and gpt_with_kv_cache.py implementations produce exactly the same text",
+    "With and without a cache, the text is the same",
+    partly="our files",
+)
+def same_text(results: Results) -> Answer:
+    same, *after_longer = [
+        results.figure("growing", "same", **setting) for setting in ({}, *LONGER_PROMPTS)
+    ]
+    answer = min(figure.plus(-1).within(0) for figure in (same, *after_longer))
+    return answer, f"{same} of the tokens are the same, after 1,000 others {after_longer[-1]}"
+
+
+@claim(
+    SOURCE,
+    "How LLMs Generate Text (Without and With a KV Cache)",
+    "the longer the text, the more we get to reuse already computed keys and values, "
+    "which increases the generation speed",
+    "The longer the text, the more a cache gains",
+    partly="read as the gain over no cache, since with one the speed itself falls",
+)
+def gain_by_length(results: Results) -> Answer:
+    short, medium, long = (
+        results.figure("no-cache", "time", **setting) for setting in LONGER_PROMPTS
+    )
+    return min(medium.change(short).above(0), long.change(medium).above(0)), (
+        f"without a cache a token takes {short:±} times as long after 128, {medium:±} after 512, "
+        f"{long:±} after 1,000"
+    )
+
+
+@claim(
+    SOURCE,
+    "KV cache Advantages and Disadvantages",
+    "Memory usage increases linearly: Each new token appends to the KV cache.",
+    "A cache grows by the same number of bytes with every token",
+    arithmetic=True,
+)
+def linear_memory(results: Results) -> Answer:
+    short, medium, long = (
+        results.figure("growing", "each", **setting) for setting in LONGER_PROMPTS
+    )
+    answer = min(medium.change(short).within(0), long.change(short).within(0))
+    return answer, f"{short} bytes a token after 128, {long} after 1,000"
+
+
+@claim(
+    SOURCE,
+    "Tip 1: Pre-allocate Memory",
+    "This ensures consistent memory use and reduces overhead.",
+    "Memory allocated once stays constant and costs less time",
+    partly="a ring with a spare slot; judged after 1,000 tokens; up to 5% (ours) is noise",
+)
+def preallocation(results: Results) -> Answer:
+    short, _, long = (results.at(**setting) for setting in LONGER_PROMPTS)
+    time, nbytes = long.figure("preallocated", "time"), long.figure("preallocated", "bytes")
+    answer = min(time.below(0.95), nbytes.change(short.figure("preallocated", "bytes")).within(0))
+    return answer, (
+        f"after 1,000 tokens a token takes {time:±} times as long as with torch.cat, after 128 "
+        f"{short.figure('preallocated', 'time'):±}; {nbytes} bytes after both"
+    )
+
+
+@claim(
+    SOURCE,
+    "Tip 2: Truncate Cache via Sliding Window",
+    "Via the sliding window, we maintain only the last window_size tokens in the cache",
+    "A window keeps the last tokens only",
+    partly="on a cache of shape (B, H, S, D), which fits the two lines; the article's is (b, "
+    "num_tokens, d_out)",
+    at=TWO_LINES,
+)
+def window_keeps_the_last(results: Results) -> Answer:
+    wrong = results.figure("token-by-token", "wrong")
+    return wrong.within(0), (
+        f"{wrong} of the logits differ from attention to the last 8 tokens, if tokens are fed one "
+        "by one and positions keep counting"
+    )
+
+
+@question(
+    "Do the two lines work with a prompt longer than the window, or with several tokens at a time?",
+    "Can the article's window read a long prompt, or several tokens at once?",
+    at=TWO_LINES,
+)
+def long_prompts_and_chunks(results: Results) -> Answer:
+    prompt, chunks = (results.figure(way, "wrong") for way in ("prompt", "chunks"))
+    return min(prompt.within(0), chunks.within(0)), (
+        f"a prompt of 24 leaves {prompt} of the next logits wrong, chunks of five {chunks}: keys are "
+        "evicted before the queries that still see them have read them"
+    )
+
+
+@question(
+    "Do they work with the article's other way of counting, offset = block.att.cache_k.shape[1]?",
+    "Does that window work if its positions are counted by the cache's length?",
+    at=TWO_LINES,
+)
+def positions_by_length(results: Results) -> Answer:
+    wrong = results.figure("by-length", "wrong")
+    return wrong.within(0), (
+        f"{wrong} of the logits are wrong: once the window is full, every new token is read at "
+        "position 7 or 8"
+    )
+
+
+TABLE = Layout(
+    "Time of 200 tokens, in units of the growing cache's in the same turn, with the range"
+    " of the turns. Not tested: a GPU.",
+    ["all-logits", "no-cache", "growing", "preallocated"],
+    columns("", {"seconds": "seconds", "time": "time ±"}),
+)

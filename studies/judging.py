@@ -1,0 +1,205 @@
+"""How a claim is judged: figures with their intervals, what they show, and what a claim says.
+
+An answer is 1 (it holds), -1 (it doesn't), or 0 (neither is shown): a limit counts as kept or broken
+only if the whole 95% interval lies on one side of it. "As much as" is a difference within a limit
+of 0. A figure of fewer than MIN_VALUES_OF_INTERVAL values has no interval, so it shows nothing
+beside a limit, unless it is exact: a count, or arithmetic.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from support.statistics import bootstrap, mean_of_rows
+
+MIN_VALUES_OF_INTERVAL = 4  # fewer don't show how they vary
+# How values become a figure; by default it is their mean. "perplexity" is given mean nats; an
+# "exact" metric, a count or arithmetic, needs only one value; a "series" is a curve over tokens; a
+# figure of few "turns" is their median, and its interval is their range.
+REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "perplexity": lambda nats: np.exp(nats.mean(-1)),
+    "median": lambda values: np.median(values, -1),
+}
+RELATIVE = ("perplexity", "median", "turns")  # compared by ratio, all others by difference
+HOLDS, NOT_SHOWN, DOES_NOT_HOLD = 1, 0, -1
+VERDICTS = {HOLDS: "HOLDS", NOT_SHOWN: "NOT SHOWN", DOES_NOT_HOLD: "DOES NOT HOLD"}
+ARITHMETIC = {  # verdicts that no measurement could have changed
+    "HOLDS": "TRUE BY ARITHMETIC",
+    "DOES NOT HOLD": "FALSE BY ARITHMETIC",
+}
+ANSWERS = {  # to our questions
+    "HOLDS": "YES",
+    "DOES NOT HOLD": "NO",
+    "TRUE BY ARITHMETIC": "YES, BY ARITHMETIC",
+    "FALSE BY ARITHMETIC": "NO, BY ARITHMETIC",
+}
+
+
+class Missing(LookupError):
+    """A figure that wasn't measured."""
+
+
+# --- Figures ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Metric:
+    """How the values of a metric become a figure ("mean" or a name above), and its number's form."""
+
+    reduction: str = "exact"
+    form: str = ""
+
+
+def metrics(reduction: str, **forms: str) -> dict[str, Metric]:
+    """Return metrics by name that are reduced alike, each with the form of its number."""
+    return {name: Metric(reduction, form) for name, form in forms.items()}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure and its 95% interval, which is a point if the figure is exact, and infinite if it is
+    unknown. values: one for each independent thing (prompt, turn), if they were recorded."""
+
+    value: float
+    low: float = -math.inf
+    high: float = math.inf
+    metric: Metric = field(default=Metric(), compare=False, repr=False)
+    values: Sequence[float] = field(default=(), compare=False, repr=False)
+
+    def __format__(self, interval: str) -> str:
+        """Return "{figure}" alone, or "{figure:±}" with its interval; a zero has no sign."""
+        sign = "+" if self.metric.form.startswith("+") else ""
+        form = f"{sign}z{self.metric.form.removeprefix('+')}"
+        text = f"{self.value:{form}}"
+        if not interval or self.low == self.high or math.isinf(self.low):
+            return text
+        return f"{text} ({self.low:{form}} to {self.high:{form}})"
+
+    def __str__(self) -> str:
+        return f"{self}"
+
+    def plus(self, number: float) -> "Figure":
+        """Return the figure and its interval, shifted by a number."""
+        bounds = (self.value + number, self.low + number, self.high + number)
+        return Figure(*bounds, self.metric)
+
+    def below(self, limit: float) -> int:
+        """Return 1 if the whole interval lies below a limit, -1 if it lies above it, else 0."""
+        if self.high < limit:
+            return HOLDS
+        return DOES_NOT_HOLD if self.low > limit else NOT_SHOWN
+
+    def above(self, limit: float) -> int:
+        """Return 1 if the whole interval lies above a limit, -1 if it lies below it, else 0."""
+        return -self.below(limit)
+
+    def within(self, limit: float) -> int:
+        """Return 1 if the whole interval lies within a limit of 0, -1 if it lies beyond, else 0."""
+        rounding = 1e-9
+        return min(self.below(limit + rounding), self.above(-limit - rounding))
+
+    def change(self, other: "Figure") -> "Figure":
+        """Return by how much this is above another figure of the same metric: as a share of it for a
+        metric in RELATIVE, else as a difference. Equally many values are compared pair by pair;
+        without pairs the interval is the widest that the two allow."""
+        relative = self.metric.reduction in RELATIVE
+        form = "+.1%" if relative else f"+{self.metric.form.removeprefix('+')}"
+        metric = Metric(self.metric.reduction, form)
+        if len(self.values) == len(other.values) > 1:
+            values, other_values = np.array(self.values), np.array(other.values)
+            if metric.reduction in ("median", "turns"):
+                return figure_of(values / other_values, metric).plus(-1)
+            change = figure_of(values - other_values, metric)
+            return change.plus(-1) if relative else change
+        pairs = ((self.value, other.value), (self.low, other.high), (self.high, other.low))
+        value, low, high = (a / b - 1 if relative else a - b for a, b in pairs)
+        if math.isfinite(self.low + other.low):
+            return Figure(value, low, high, metric)
+        return Figure(value, metric=metric)
+
+
+def figure_of(values: np.ndarray, metric: Metric) -> Figure:
+    """Return the figure for values, one from each independent thing."""
+    if metric.reduction == "turns":
+        value = float(np.median(values))
+        bounds = (min(values), max(values)) if len(values) > 2 else ()
+        return Figure(value, *bounds, metric=metric)
+    value, low, high = bootstrap(values, REDUCTIONS.get(metric.reduction, mean_of_rows))
+    if metric.reduction == "exact":
+        return Figure(value, value, value, metric)
+    if metric.reduction == "series" or len(values) < MIN_VALUES_OF_INTERVAL:
+        return Figure(value, metric=metric)
+    return Figure(value, low, high, metric)
+
+
+Answer = tuple[
+    int | None, str
+]  # None if a figure that decides is missing; and the figures in words
+
+# --- Claims -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source, and the conditions under which it measured."""
+
+    title: str
+    theirs: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim in its source's words and in plain ones, or a question of ours, which has no section;
+    and a function that judges it: given the results, it returns an answer and the figures that
+    decide, in words."""
+
+    source: Source
+    section: str
+    quote: str
+    plain: str
+    judge: Callable[[Any], Answer]
+    partly: str = ""  # why not all of it is tested as stated
+    arithmetic: bool = False  # no measurement could change the verdict
+    at: dict[str, Any] = field(default_factory=dict)  # the setting in which figures are looked up
+    on: str = ""  # conditions, if they aren't those of the first figure that it looks up
+    commands: Sequence[str] = ()  # that measure it, if not only the study's own
+
+
+def claim(
+    source: Source, section: str, quote: str, plain: str, **details: Any
+) -> Callable[[Callable], Claim]:
+    """Make a function of the results a claim of a source."""
+    return lambda judge: Claim(source, section, quote, plain, judge, **details)
+
+
+def question(quote: str, plain: str, **details: Any) -> Callable[[Callable], Claim]:
+    """Make a function of the results a question of ours."""
+    return claim(Source("", ""), "", quote, plain, **details)
+
+
+def for_each(
+    results: Any, key: str, judge: Callable[[Any], tuple], decide: Callable = min
+) -> tuple[int | None, ...]:
+    """Judge in every place, such as each model: return the worst answer (or the one that `decide`
+    picks), None if a place lacks figures; then each text of the judge, with all places named, those
+    of equal texts together. Raises Missing if all places lack figures."""
+    said = {}
+    for value in results.every[key]:
+        try:
+            said[f"{value}"] = judge(results.at_place(key, value))
+        except Missing:
+            continue
+    if not said:
+        raise Missing(f"no figures for any {key}")
+    answers, *columns = zip(*said.values(), strict=True)
+    texts = []
+    for column in columns:
+        names_of_text: dict[str, list[str]] = {}
+        for name, text in zip(said, column, strict=True):
+            if text:
+                names_of_text.setdefault(text, []).append(name)
+        texts.append("; ".join(f"{', '.join(x)} {text}" for text, x in names_of_text.items()))
+    return (decide(answers) if len(said) == len(results.every[key]) else None, *texts)
