@@ -317,7 +317,7 @@ print(*sys.modules)"""
 # Why no check finds a bug: beginnings of its name, by the reason. The first group isn't examined at all: what it is in
 # has no cache, serves many texts, or drafts.
 NOT_EXAMINED = ("gpt_baseline", "paged", "speculate", "formats.configs", "formats.products")
-NOT_EXAMINED += ("borrow.adapter", "borrow.transformers_cache")  # by tests of their own
+NOT_EXAMINED += ("formats.tensors", "borrow.adapter", "borrow.transformers_cache")
 NOT_FOUND = {
     "the model computes the same wrong numbers without a cache": (
         "llama_angles",

@@ -212,7 +212,7 @@ def test_bad_input_is_refused_with_both_numbers(tiny: GPT) -> None:
     cache = prefilled_cache(model, ids)
     cache.layers[2].commit(torch.tensor([3]))
     store = Store(model)
-    with pytest.raises(ValueError, match=r"have read \[3, 3, 4, 3\] tokens, must all have read 3"):
+    with pytest.raises(ValueError, match=r"layers have read \[3, 3, 4, 3\] tokens, not all 3"):
         store.put(ids, cache)
     store.put([1], model.new_cache())  # an interrupted pass leaves this
     assert store.nbytes == 0
