@@ -262,7 +262,8 @@ class Batch:
         ]
         blocks = sorted({block for table in tables for block in table})  # each is gathered once
         pos = torch.tensor(positions)
-        mask = slot_positions(tables, blocks, cache)[rows] <= pos[:, None]  # (T, S)
+        of_slots = slot_positions(tables, blocks, cache)[rows]
+        mask = of_slots <= pos[:, None]  # (T, S)
         self.ids = torch.tensor([ids]).to(device)  # (1, T)
         self.slots = torch.tensor(slots).to(device)  # (T,)
         self.blocks = torch.tensor(blocks).to(device)
@@ -270,7 +271,7 @@ class Batch:
         # Added to the scores: a mask of True and False would be converted to that in every layer.
         self.mask = cache.pool.new_zeros(mask.shape).masked_fill_(~mask.to(device), -math.inf)
         if cache.window is not None:
-            lost = slot_positions(tables, blocks, cache)[rows] <= pos[:, None] - cache.window
+            lost = of_slots <= pos[:, None] - cache.window
             self.window_mask = (mask & ~lost).to(device)
         self.largest: list[Tensor] = []  # of each layer's new keys and values
 

@@ -22,7 +22,8 @@ from gpt_kv_cache import KVCache, context_start
 from load_gpt2_weights import load_model, load_tokenizer
 from support.geometry import kv_heads, layer_kinds, rotary_settings
 
-NOT_IN_CACHES = ("vocab_size", "n_embd", "n_inner", "dropout", "tied", "q_rank")
+NOT_IN_CACHES = ("vocab_size", "n_ctx", "n_embd", "n_inner", "dropout", "tied", "q_rank")
+NOT_IN_CACHES += ("query_scalar",)
 
 
 def geometry(config: Any) -> dict[str, Any]:

@@ -53,7 +53,7 @@ from support.figures import write_figure
 from support.files import read_csv, writable_folder, write_csv
 from support.prefix import common_prefix_length
 from support.printing import end_tokens_of
-from support.store import Store
+from support.store import Store, layer_caches
 from support.tables import table
 from support.timing import TimedText, run_in_turns, time_call, time_text
 from support.tracing import Trace
@@ -118,6 +118,7 @@ def recycle(store: Store, ids: Tensor, max_new_tokens: int, **options: object) -
         start = context_start(len(text) - 1, n_ctx)
         restarted = not waiting and context_start(len(text), n_ctx) > start
         whole = not restarted and len(text) - start - len(cache) <= 1
+        whole = whole and {len(layer) for layer in layer_caches(cache)} == {len(cache)}
         if whole and not sys.is_finalizing():  # then torch and SQLite work no more
             store.put(text[start:], cache)
 

@@ -2,8 +2,8 @@
 
 `python3 -m benchmarks.cache_bytes` prints the models of data/model_sizes.json, `... FOLDER` each
 kind of layer of one model. No weights are read, so the model may be of any size, and of any type
-that transformers has a configuration for. Where its file is silent, transformers' default holds,
-as when the model is loaded. A layer keeps of each text:
+that transformers has a configuration for, and whose file has num_hidden_layers. Where the file is
+silent otherwise, transformers' default holds, as when the model is loaded. A layer keeps of a text:
 
     full     keys and values of every token: key-value heads x their sizes
     window   the same of as many tokens as a query sees

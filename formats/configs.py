@@ -12,6 +12,7 @@ from support.files import check_fields, short_repr
 # A key with such a word may change what a model computes: it is in one of the tables here, or refused.
 TELLING = re.compile("rope|attn|attention|causal|window|scal|norm|bias|act|softcap|quant")
 HARMLESS = (  # keys with such a word that change nothing, for a model that isn't being trained
+    "_sliding_window_pattern",  # beside layer_types, of files that transformers writes
     "_attn_implementation",
     "_attn_implementation_autoset",
     "_flash_attn_2_enabled",
@@ -113,7 +114,6 @@ MORE_LLAMA_KEYS = (  # with a telling word, which are read, too
     "rope_theta",
     "sliding_window",
     "sliding_window_pattern",
-    "_sliding_window_pattern",
     "use_sliding_window",
 )
 GPT2_SYNONYMS = {  # which transformers reads, too: ours
@@ -264,6 +264,8 @@ def latent_fields(content: dict[str, Any], values: dict[str, Any], where: str) -
             f"num_hidden_layers, {n_layer}: experts aren't supported"
         )
     check_choice(where, "v_head_dim", content.get("v_head_dim"), [values.get("head_dim")])
+    if (size := values.get("head_dim", 0)) % 2:
+        raise ValueError(f"{where}: qk_nope_head_dim must be even, got {size}")
     return {"kinds": ("latent",) * n_layer}
 
 
@@ -304,7 +306,7 @@ def default_layer_types(content: dict[str, Any], n_layer: int, where: str) -> li
     if content["model_type"] != "gemma3_text":
         return []
     name = "sliding_window_pattern"  # the last one of so many is full
-    content = {name: content.get(f"_{name}", 6)} | content
+    content = {name: 6} | content
     pattern = check_fields(content, where, **{name: int})[name]
     if pattern < 1:
         raise ValueError(f"{where}: {name} must be at least 1, got {pattern}")

@@ -493,7 +493,9 @@ class Store:
         present = matched_tokens(path)
         undeleted = self._index.execute("SELECT total(nbytes) FROM deleted").fetchone()[0]
         free = self.capacity - self.nbytes - undeleted - checkpoint.nbytes
-        fitting = free / max(1, self._token_bytes)
+        fitting = len(ids) if free >= 0 else -1  # tokens, if only the checkpoint takes bytes
+        if self._token_bytes:
+            fitting = free / self._token_bytes
         end = max(present, int(min(len(ids), present + fitting)))
         has_checkpoint = matched_tokens(self._up_to_checkpoint(path)) == len(ids)
         now = self._mark_used(path)

@@ -402,6 +402,17 @@ def damage(rng: random.Random, store: Store, foreign: list[bytes]) -> str:
     return kind
 
 
+@pytest.mark.parametrize("kind", ["state", "window"])
+def test_a_checkpoint_alone_fits_to_the_byte(kind: str) -> None:
+    model, ids = hybrid(kind), [*range(20)]
+    cache, store = prefilled_cache(model, ids), Store(model)
+    store.put(ids, cache)
+    for capacity, reused in ((store.nbytes, 20), (store.nbytes - 1, 0)):
+        tight = Store(model, capacity=capacity)
+        tight.put(ids, cache)
+        assert found(tight, [*ids, 0]) == reused and tight.nbytes <= capacity
+
+
 @pytest.mark.parametrize("kind", ["GPT-2", pytest.param("hybrid", marks=pytest.mark.slow)])
 def test_a_damaged_store_never_gives_a_wrong_cache_and_heals(kind: str, tmp_path: Path) -> None:
     store = Store(tiny_model(kind=kind), tmp_path / "store")
