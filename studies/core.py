@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from load_gpt2_weights import NAMES, load_model
-from studies.claims import claim_tables, first_words, judge_claims
+from studies.claims import claim_tables, claims_in, first_words, judge_claims
+from studies.judging import Claim
 from studies.results import Results, Setting
 from studies.showing import draw_figures, table_of
 from support.cli import CommandLine
@@ -37,6 +38,7 @@ class StudyLine(CommandLine):
         for a study without one, which uses one thread."""
         super().__init__(doc, f"python3 -m studies.{name} --quick")
         self.prog = f"python3 -m studies.{name.split()[0]}"
+        self.study, self.model_option = name, model
         if model:
             self.add_model_options(models, option=model)
         self.add_argument("--quick", action="store_true", help=f"{quick}, in a minute or two")
@@ -49,9 +51,12 @@ class StudyLine(CommandLine):
         )
 
     def prepare(self, args: argparse.Namespace) -> None:
-        """Set the threads, also of a study without a model."""
+        """Set the threads, also of a study without a model, and args.command, as claims name it."""
         if "threads" not in args:
             torch.set_num_threads(1)
+        args.command = self.study
+        if self.model_option and args.model != self.get_default("model"):
+            args.command += f" {self.model_option} {args.model}"
         super().prepare(args)
 
 
@@ -67,40 +72,53 @@ def load_chosen_model(args: argparse.Namespace) -> tuple[nn.Module, str]:
 # --- Measuring --------------------------------------------------------------------------------------
 
 
-def open_results(study: str, args: argparse.Namespace, no_verdict_reason: str = "") -> Results:
-    """Return the results for a run, as its command line asks."""
-    if args.quick:
-        no_verdict_reason = "reduced run"
-    elif "seed" in args and (args.seed, args.dtype) != (0, torch.float32):
-        no_verdict_reason = no_verdict_reason or "run with another --seed or --dtype"
-    results = Results(study, args.out, no_verdict_reason)
-    if not (no_verdict_reason or getattr(args, "kinds", None)):
-        model = getattr(args, "model", results.usual.get("model"))
-        recorded, here = (
-            sum(row["model"] == model for row in found.rows.values())
-            for found in (Results(study), results)
-        )
-        results.progress.total = recorded - here if recorded > here else None
-    return results
+def name_other_claims(results: Results, command: str, beyond: Sequence[Claim]) -> None:
+    """Print, before a reduced run, which claims it can't show: those that it is too small for
+    (`beyond`), and those that other runs measure. A run of the default model stands in for one of
+    the real model."""
+    claims = claims_in(results.study)
+    if not any(command in claim.commands for claim in claims):
+        command = command.partition(" ")[0]  # of a model that stands in for the recorded ones
+    words = []
+    for claim in claims:
+        runs = claim.commands or [results.study]
+        if claim in beyond or not {command, f"{command} --model {REAL_MODEL}"}.intersection(runs):
+            words.append(f"{first_words(claim)} ({' or '.join(runs)})")
+    if words:
+        print(f"A full run measures these claims, which this one can't show: {'; '.join(words)}.\n")
 
 
-def open_model_results(
+def open_results(
     study: str,
     args: argparse.Namespace,
-    recorded_models: Sequence[str],
+    recorded_models: Sequence[str] = (),
     difference: str | None = None,
     setting: Setting | None = None,
+    beyond: Sequence[Claim] = (),
 ) -> Results:
-    """Return the results for a run with the model args.model. Claims on quality are judged on it;
-    without a verdict, all figures are its own. difference: why there is no verdict, "" if there is
-    one; by default there is one for recorded models. setting: of its figures, by default the model."""
-    is_recorded = args.model in recorded_models
-    if difference is None:
+    """Return the results for a run, as its command line asks. Claims on quality are judged on
+    args.model; without a verdict, all figures are its own.
+
+    difference: why there is no verdict, "" if there is one; by default there is one for recorded
+    models. setting: of the figures without one, by default the model. beyond: the claims that a
+    reduced run is too small for.
+    """
+    is_recorded = not recorded_models or args.model in recorded_models
+    if args.quick:
+        difference = "reduced run"
+    elif difference is None:
         difference = "" if is_recorded else "run of another model"
-    results = open_results(study, args, difference)
+    if "seed" in args and (args.seed, args.dtype) != (0, torch.float32):
+        difference = difference or "run with another --seed or --dtype"
+    results = Results(study, args.out, difference)
+    if args.quick:
+        name_other_claims(results, args.command, beyond)
+    if not recorded_models:
+        return results
     if args.model in RECORDED_MODELS:
         results.instead = dict.fromkeys(RECORDED_MODELS, args.model)
-    if args.model != results.usual["model"] and (results.no_verdict_reason or not is_recorded):
+    is_its_own = bool(difference) or not is_recorded
+    if is_its_own and args.model != results.usual.get("model"):
         results.usual |= setting or {"model": args.model}
         results.instead = dict.fromkeys(recorded_models, args.model)
         results.every["model"] = [args.model]
@@ -109,7 +127,7 @@ def open_model_results(
 
 def page_of(results: Results) -> list[str | Table]:
     """Return the claims and the table of a study, for a terminal. A claim that lacks figures is
-    shown by its first words alone."""
+    shown by its first words alone; columns without figures are left out."""
     parts = []
     if results.no_verdict_reason:
         parts.append(f"A {results.no_verdict_reason}: figures, and no verdict.")
@@ -118,8 +136,12 @@ def page_of(results: Results) -> list[str | Table]:
     if lacking:
         words = "; ".join(map(first_words, lacking))
         parts.append(f"Left out, as figures are missing: {words}.")
-    title, table = table_of(results)
-    return [*parts, title, table] if table.rows else parts  # a reduced run may fill no line
+    title, (header, rows, _) = table_of(results)
+    filled = [i for i in range(len(header)) if any(row[i] != "-" for row in rows)]
+    if filled:  # a reduced run may fill no line
+        header, *rows = [[row[i] for i in filled] for row in (header, *rows)]
+        parts += [title, Table(header, rows)]
+    return parts
 
 
 def report(results: Results) -> None:
@@ -138,17 +160,15 @@ def run_study(
     argv: list[str] | None = None,
     rows_of: str = "",
     recorded_models: Sequence[str] = (),
+    beyond: Sequence[Claim] = (),
 ) -> None:
     """Run a study as its command line asks. quick: what --quick reduces it to; rows_of: the study
     whose rows and claims it uses, if not its own; recorded_models: those that it gives verdicts on,
-    if it takes --model; measure: appends the rows. Its second argument says whether to append fewer
-    of them; for a study that takes --model it is the command line's arguments."""
+    if it takes --model; beyond: the claims that --quick is too small for; measure: appends the
+    rows. Its second argument says whether to append fewer of them; for a study that takes --model
+    it is the command line's arguments."""
     model = "--model" if recorded_models else ""
     with StudyLine(doc, study, quick, model=model, out=rows_of).parse(argv) as args:
-        if recorded_models:
-            results = open_model_results(rows_of or study, args, recorded_models)
-            measure(results, args)
-        else:
-            results = open_results(rows_of or study, args)
-            measure(results, args.quick)
+        results = open_results(rows_of or study, args, recorded_models, beyond=beyond)
+        measure(results, args if recorded_models else args.quick)
         report(results)

@@ -160,8 +160,7 @@ def main(argv: list[str] | None = None) -> None:
     with cli.parse(argv) as args:
         model, name = load_chosen_model(args)
         lengths, turns = (QUICK_LENGTHS, 1) if args.quick else (PROMPT_LENGTHS, 5)
-        rows = open_results("latency", args, "run of another model" if args.model != "124M" else "")
-        rows.usual["model"] = args.model
+        rows = open_results("latency", args, ["124M"])
         rows.set_model_conditions(name, model, f"turns: {turns}")
         measure(rows, model, args.model, lengths, turns)
         report(rows)

@@ -50,7 +50,7 @@ from studies.core import (
     REAL_MODEL,
     StudyLine,
     load_chosen_model,
-    open_model_results,
+    open_results,
     report,
 )
 from studies.results import STUDIES_FOLDER, Results
@@ -317,7 +317,7 @@ def main(argv: list[str] | None = None) -> None:
         recycler = Recycler(Store(model, args.out / "cache"), tokenizer, recorded_encoder(), form)
         size, config = size_of(args), model.config
         trial = Trial(recycler, tests, size.new_tokens)
-        rows = open_model_results("recycling", args, RECORDED_MODELS, difference_to_recorded(args))
+        rows = open_results("recycling", args, RECORDED_MODELS, difference_to_recorded(args))
         rows.set_model_conditions(
             name,
             model,

@@ -71,7 +71,7 @@ from studies.core import (
     REAL_MODEL,
     RECORDED_MODELS,
     StudyLine,
-    open_model_results,
+    open_results,
     report,
 )
 from studies.refreshing.claims import ARITHMETIC, SOURCE_TPS
@@ -661,7 +661,7 @@ def main(argv: list[str] | None = None) -> None:
         difference = "run of other models or prompts" if others else ""
         trained = "int4" if args.model == REAL_MODEL and not others else "segments"
         setting = {"model": args.model, "trained": trained}
-        rows = open_model_results("refreshing", args, RECORDED_MODELS, difference, setting)
+        rows = open_results("refreshing", args, RECORDED_MODELS, difference, setting)
         measure(rows, args)
         if args.model == "pocket" and not others:
             measure_at_size(rows, args.quick)
