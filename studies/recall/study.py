@@ -62,7 +62,7 @@ class Size(NamedTuple):
         return max(self.pairs) + min(MAX_ASKED, max(self.pairs))
 
 
-QUICK = Size(pairs=(4, 8), slots=(4,), seeds=1, steps=60, answers=256)
+QUICK = Size(pairs=(8, 32, 128), seeds=1, steps=40, answers=256)
 
 
 # --- The task ---------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ main = partial(
     run_study,
     __doc__,
     "recall",
-    "four slots, eight pairs and few steps",
+    "one seed and few steps",
     measure,
     rows_of="bounding",
 )
