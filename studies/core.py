@@ -2,14 +2,15 @@
 claims and its table."""
 
 import argparse
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from load_gpt2_weights import NAMES, load_model
-from studies.claims import claim_tables, claims_in, first_words, judge_claims
+from studies.claims import claim_tables, claims_in, judge_claims
 from studies.judging import Claim
 from studies.results import Results, Setting
 from studies.showing import draw_figures, table_of
@@ -38,7 +39,6 @@ class StudyLine(CommandLine):
         for a study without one, which uses one thread."""
         super().__init__(doc, f"python3 -m studies.{name} --quick")
         self.prog = f"python3 -m studies.{name.split()[0]}"
-        self.study, self.model_option = name, model
         if model:
             self.add_model_options(models, option=model)
         self.add_argument("--quick", action="store_true", help=f"{quick}, in a minute or two")
@@ -51,12 +51,9 @@ class StudyLine(CommandLine):
         )
 
     def prepare(self, args: argparse.Namespace) -> None:
-        """Set the threads, also of a study without a model, and args.command, as claims name it."""
+        """Set the threads, also of a study without a model."""
         if "threads" not in args:
             torch.set_num_threads(1)
-        args.command = self.study
-        if self.model_option and args.model != self.get_default("model"):
-            args.command += f" {self.model_option} {args.model}"
         super().prepare(args)
 
 
@@ -72,20 +69,20 @@ def load_chosen_model(args: argparse.Namespace) -> tuple[nn.Module, str]:
 # --- Measuring --------------------------------------------------------------------------------------
 
 
-def name_other_claims(results: Results, command: str, beyond: Sequence[Claim]) -> None:
-    """Print, before a reduced run, which claims it can't show: those that it is too small for
-    (`beyond`), and those that other runs measure. A run of the default model stands in for one of
-    the real model."""
-    claims = claims_in(results.study)
-    if not any(command in claim.commands for claim in claims):
-        command = command.partition(" ")[0]  # of a model that stands in for the recorded ones
-    words = []
-    for claim in claims:
-        runs = claim.commands or [results.study]
-        if claim in beyond or not {command, f"{command} --model {REAL_MODEL}"}.intersection(runs):
-            words.append(f"{first_words(claim)} ({' or '.join(runs)})")
+def name_unshown_claims(
+    results: Results, other_models: Collection[str], beyond: Sequence[Claim]
+) -> None:
+    """Print, before a reduced run, the claims that it can't show: those that need rows of other
+    models, and those `beyond` it, since it measures too little."""
+    recorded = copy.copy(results)
+    recorded.rows = {}
+    for row in Results(results.study).rows.values():
+        if row["model"] not in other_models:
+            recorded.remember(row)
+    unshown = [*judge_claims(recorded)[1], *beyond]
+    words = [claim.plain for claim in claims_in(results.study) if claim in unshown]
     if words:
-        print(f"A full run measures these claims, which this one can't show: {'; '.join(words)}.\n")
+        print(f"This run can't show: {'; '.join(words)}.\n")
 
 
 def open_results(
@@ -111,30 +108,30 @@ def open_results(
     if "seed" in args and (args.seed, args.dtype) != (0, torch.float32):
         difference = difference or "run with another --seed or --dtype"
     results = Results(study, args.out, difference)
-    if args.quick:
-        name_other_claims(results, args.command, beyond)
-    if not recorded_models:
-        return results
-    if args.model in RECORDED_MODELS:
-        results.instead = dict.fromkeys(RECORDED_MODELS, args.model)
-    is_its_own = bool(difference) or not is_recorded
-    if is_its_own and args.model != results.usual.get("model"):
-        results.usual |= setting or {"model": args.model}
-        results.instead = dict.fromkeys(recorded_models, args.model)
-        results.every["model"] = [args.model]
+    if recorded_models:
+        if args.model in RECORDED_MODELS:
+            results.instead = dict.fromkeys(RECORDED_MODELS, args.model)
+        is_its_own = bool(difference) or not is_recorded
+        if is_its_own and args.model != results.usual.get("model"):
+            results.usual |= setting or {"model": args.model}
+            results.instead = dict.fromkeys(recorded_models, args.model)
+            results.every["model"] = [args.model]
+    if args.quick and is_recorded:
+        other_models = {*recorded_models}.difference([getattr(args, "model", "")])
+        name_unshown_claims(results, other_models, beyond)
     return results
 
 
 def page_of(results: Results) -> list[str | Table]:
     """Return the claims and the table of a study, for a terminal. A claim that lacks figures is
-    shown by its first words alone; columns without figures are left out."""
+    shown by its plain words alone; columns without figures are left out."""
     parts = []
     if results.no_verdict_reason:
         parts.append(f"A {results.no_verdict_reason}: figures, and no verdict.")
     findings, lacking = judge_claims(results)
     parts += claim_tables(findings)
     if lacking:
-        words = "; ".join(map(first_words, lacking))
+        words = "; ".join(claim.plain for claim in lacking)
         parts.append(f"Left out, as figures are missing: {words}.")
     title, (header, rows, _) = table_of(results)
     filled = [i for i in range(len(header)) if any(row[i] != "-" for row in rows)]

@@ -39,6 +39,7 @@ from gpt_bounded_cache import KVCache, SlidingWindowCache, context_start
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import score_answers, token_losses, unseen_texts
+from studies.bounding import claims
 from studies.core import RECORDED_MODELS, run_study
 from studies.results import Results, Setting
 from support.printing import end_tokens_of
@@ -254,4 +255,5 @@ main = partial(
     "fewer and shorter texts",
     measure,
     recorded_models=RECORDED_MODELS,
+    beyond=[claims.recall, claims.our_rule, claims.bleu_from_scratch, claims.text_quality],
 )

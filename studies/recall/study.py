@@ -36,6 +36,7 @@ from gpt_bounded_cache import (
     WriteMemory,
 )
 from pocket.evaluation import window_of_equal_bytes
+from studies.bounding import claims
 from studies.bounding.claims import LOOKING_UP
 from studies.core import run_study
 from studies.results import Results
@@ -275,4 +276,10 @@ main = partial(
     "one seed and few steps",
     measure,
     rows_of="bounding",
+    beyond=[
+        claims.bleu_fine_tuned,
+        claims.bleu_from_scratch,
+        claims.text_quality,
+        claims.sinks,
+    ],
 )

@@ -53,6 +53,7 @@ from studies.core import (
     open_results,
     report,
 )
+from studies.recycling import claims
 from studies.results import STUDIES_FOLDER, Results
 from support.conditions import GEOMETRIES, is_geometry
 from support.printing import end_tokens_of
@@ -317,7 +318,13 @@ def main(argv: list[str] | None = None) -> None:
         recycler = Recycler(Store(model, args.out / "cache"), tokenizer, recorded_encoder(), form)
         size, config = size_of(args), model.config
         trial = Trial(recycler, tests, size.new_tokens)
-        rows = open_results("recycling", args, RECORDED_MODELS, difference_to_recorded(args))
+        rows = open_results(
+            "recycling",
+            args,
+            RECORDED_MODELS,
+            difference_to_recorded(args),
+            beyond=[claims.latency, claims.never_slower, claims.no_overlap],
+        )
         rows.set_model_conditions(
             name,
             model,

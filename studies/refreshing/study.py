@@ -76,9 +76,9 @@ from studies.core import (
 from studies.refreshing.claims import (
     ARITHMETIC,
     SOURCE_TPS,
-    order_of_quality,
-    periodic_quality,
-    speculative_quality,
+    cost_formula,
+    periodic_time,
+    speculative_time,
 )
 from studies.results import Results, Setting
 from studies.showing import points_over
@@ -625,7 +625,8 @@ def main(argv: list[str] | None = None) -> None:
         difference = "run of other models or prompts" if others else ""
         trained = "int4" if args.model == REAL_MODEL and not others else "segments"
         setting = {"model": args.model, "trained": trained}
-        beyond = [order_of_quality, periodic_quality, speculative_quality]  # of both models
+        # Those of 355M's size, which only pocket's run has:
+        beyond = [] if args.model == "pocket" else [periodic_time, speculative_time, cost_formula]
         rows = open_results("refreshing", args, RECORDED_MODELS, difference, setting, beyond)
         measure(rows, args)
         if args.model == "pocket" and not others:

@@ -32,7 +32,6 @@ from speculate import DRAFTERS, DraftCounts, speculate
 from studies.core import RECORDED_MODELS, run_study
 from studies.refreshing.study import MODES, Texts, parameter_count_text
 from studies.results import Results, Setting
-from studies.speculation.claims import copied_drafts
 from support.printing import end_tokens_of
 from support.statistics import repetition
 from support.texts import read_prompts_of_kind
@@ -167,5 +166,4 @@ main = partial(
     "few prompts and shorter texts",
     measure,
     recorded_models=RECORDED_MODELS,
-    beyond=[copied_drafts],  # of the real model only, as pocket rewrites no text
 )
