@@ -625,10 +625,10 @@ def main(argv: list[str] | None = None) -> None:
         difference = "run of other models or prompts" if others else ""
         trained = "int4" if args.model == REAL_MODEL and not others else "segments"
         setting = {"model": args.model, "trained": trained}
-        # Those of 355M's size, which only pocket's run has:
-        beyond = [] if args.model == "pocket" else [periodic_time, speculative_time, cost_formula]
+        at_size = args.model == "pocket" and not others
+        beyond = [] if at_size else [periodic_time, speculative_time, cost_formula]
         rows = open_results("refreshing", args, RECORDED_MODELS, difference, setting, beyond)
         measure(rows, args)
-        if args.model == "pocket" and not others:
+        if at_size:
             measure_at_size(rows, args.quick)
         report(rows)
