@@ -2,14 +2,16 @@
 claims and its table."""
 
 import argparse
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from load_gpt2_weights import NAMES, load_model
-from studies.claims import claim_tables, first_words, judge_claims
+from studies.claims import claim_tables, claims_in, judge_claims
+from studies.judging import Claim
 from studies.results import Results, Setting
 from studies.showing import draw_figures, table_of
 from support.cli import CommandLine
@@ -67,59 +69,76 @@ def load_chosen_model(args: argparse.Namespace) -> tuple[nn.Module, str]:
 # --- Measuring --------------------------------------------------------------------------------------
 
 
-def open_results(study: str, args: argparse.Namespace, no_verdict_reason: str = "") -> Results:
-    """Return the results for a run, as its command line asks."""
-    if args.quick:
-        no_verdict_reason = "reduced run"
-    elif "seed" in args and (args.seed, args.dtype) != (0, torch.float32):
-        no_verdict_reason = no_verdict_reason or "run with another --seed or --dtype"
-    results = Results(study, args.out, no_verdict_reason)
-    if not (no_verdict_reason or getattr(args, "kinds", None)):
-        model = getattr(args, "model", results.usual.get("model"))
-        recorded, here = (
-            sum(row["model"] == model for row in found.rows.values())
-            for found in (Results(study), results)
-        )
-        results.progress.total = recorded - here if recorded > here else None
-    return results
+def name_unshown_claims(
+    results: Results, other_models: Collection[str], beyond: Sequence[Claim]
+) -> None:
+    """Print, before a reduced run, the claims that it can't show: those that need rows of other
+    models, and those `beyond` it, since it measures too little."""
+    recorded = copy.copy(results)
+    recorded.rows = {}
+    for row in Results(results.study).rows.values():
+        if row["model"] not in other_models:
+            recorded.remember(row)
+    unshown = [*judge_claims(recorded)[1], *beyond]
+    words = [claim.plain for claim in claims_in(results.study) if claim in unshown]
+    if words:
+        print(f"This run can't show: {'; '.join(words)}.\n")
 
 
-def open_model_results(
+def open_results(
     study: str,
     args: argparse.Namespace,
-    recorded_models: Sequence[str],
+    recorded_models: Sequence[str] = (),
     difference: str | None = None,
     setting: Setting | None = None,
+    beyond: Sequence[Claim] = (),
 ) -> Results:
-    """Return the results for a run with the model args.model. Claims on quality are judged on it;
-    without a verdict, all figures are its own. difference: why there is no verdict, "" if there is
-    one; by default there is one for recorded models. setting: of its figures, by default the model."""
-    is_recorded = args.model in recorded_models
-    if difference is None:
+    """Return the results for a run, as its command line asks. Claims on quality are judged on
+    args.model; without a verdict, all figures are its own.
+
+    difference: why there is no verdict, "" if there is one; by default there is one for recorded
+    models. setting: of the figures without one, by default the model. beyond: the claims that a
+    reduced run is too small for.
+    """
+    is_recorded = not recorded_models or args.model in recorded_models
+    if args.quick:
+        difference = "reduced run"
+    elif difference is None:
         difference = "" if is_recorded else "run of another model"
-    results = open_results(study, args, difference)
-    if args.model in RECORDED_MODELS:
-        results.instead = dict.fromkeys(RECORDED_MODELS, args.model)
-    if args.model != results.usual["model"] and (results.no_verdict_reason or not is_recorded):
-        results.usual |= setting or {"model": args.model}
-        results.instead = dict.fromkeys(recorded_models, args.model)
-        results.every["model"] = [args.model]
+    if "seed" in args and (args.seed, args.dtype) != (0, torch.float32):
+        difference = difference or "run with another --seed or --dtype"
+    results = Results(study, args.out, difference)
+    if recorded_models:
+        if args.model in RECORDED_MODELS:
+            results.instead = dict.fromkeys(RECORDED_MODELS, args.model)
+        is_its_own = bool(difference) or not is_recorded
+        if is_its_own and args.model != results.usual.get("model"):
+            results.usual |= setting or {"model": args.model}
+            results.instead = dict.fromkeys(recorded_models, args.model)
+            results.every["model"] = [args.model]
+    if args.quick and is_recorded:
+        other_models = {*recorded_models}.difference([getattr(args, "model", "")])
+        name_unshown_claims(results, other_models, beyond)
     return results
 
 
 def page_of(results: Results) -> list[str | Table]:
     """Return the claims and the table of a study, for a terminal. A claim that lacks figures is
-    shown by its first words alone."""
+    shown by its plain words alone; columns without figures are left out."""
     parts = []
     if results.no_verdict_reason:
         parts.append(f"A {results.no_verdict_reason}: figures, and no verdict.")
     findings, lacking = judge_claims(results)
     parts += claim_tables(findings)
     if lacking:
-        words = "; ".join(map(first_words, lacking))
+        words = "; ".join(claim.plain for claim in lacking)
         parts.append(f"Left out, as figures are missing: {words}.")
-    title, table = table_of(results)
-    return [*parts, title, table] if table.rows else parts  # a reduced run may fill no line
+    title, (header, rows, _) = table_of(results)
+    filled = [i for i in range(len(header)) if any(row[i] != "-" for row in rows)]
+    if filled:  # a reduced run may fill no line
+        header, *rows = [[row[i] for i in filled] for row in (header, *rows)]
+        parts += [title, Table(header, rows)]
+    return parts
 
 
 def report(results: Results) -> None:
@@ -138,17 +157,15 @@ def run_study(
     argv: list[str] | None = None,
     rows_of: str = "",
     recorded_models: Sequence[str] = (),
+    beyond: Sequence[Claim] = (),
 ) -> None:
     """Run a study as its command line asks. quick: what --quick reduces it to; rows_of: the study
     whose rows and claims it uses, if not its own; recorded_models: those that it gives verdicts on,
-    if it takes --model; measure: appends the rows. Its second argument says whether to append fewer
-    of them; for a study that takes --model it is the command line's arguments."""
+    if it takes --model; beyond: the claims that --quick is too small for; measure: appends the
+    rows. Its second argument says whether to append fewer of them; for a study that takes --model
+    it is the command line's arguments."""
     model = "--model" if recorded_models else ""
     with StudyLine(doc, study, quick, model=model, out=rows_of).parse(argv) as args:
-        if recorded_models:
-            results = open_model_results(rows_of or study, args, recorded_models)
-            measure(results, args)
-        else:
-            results = open_results(rows_of or study, args)
-            measure(results, args.quick)
+        results = open_results(rows_of or study, args, recorded_models, beyond=beyond)
+        measure(results, args if recorded_models else args.quick)
         report(results)

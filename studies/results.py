@@ -59,7 +59,7 @@ class Results:
             if torn_line:  # the process was killed while it wrote this line
                 write_text(self.path, f"{complete_lines}\n" if complete_lines else "")
             for line in complete_lines.splitlines():
-                self._remember(parse_json(line, str(self.path), study=str, conditions=list))
+                self.remember(parse_json(line, str(self.path), study=str, conditions=list))
 
     # --- Reading ------------------------------------------------------------------------------------
 
@@ -73,7 +73,8 @@ class Results:
     def _key(self, way: str, setting: Setting, metric: str) -> str:
         return json.dumps([way, metric, self.whole(setting)], sort_keys=True)
 
-    def _remember(self, row: Row) -> None:
+    def remember(self, row: Row) -> None:
+        """Let a row be found."""
         setting = row["setting"] | {"model": row["model"]}
         self.rows[self._key(row["way"], setting, row["metric"])] = row
 
@@ -147,7 +148,7 @@ class Results:
         with self.path.open("w" if self.starts_anew else "a", encoding="utf-8") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
         self.starts_anew = False
-        self._remember(row)
+        self.remember(row)
         self.progress.update()
 
     def add_values(self, way: str, setting: Setting, **metrics: Iterable[float]) -> None:

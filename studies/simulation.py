@@ -11,16 +11,13 @@ logits are drawn. With a threshold of half of a signal's maximum, which is ours,
 drift, too.
 """
 
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from overfill import logit_variance
 from support.cli import CommandLine
-from support.figures import write_figure
-from support.files import writable_folder
 from support.statistics import entropy
 from support.tables import table
 
@@ -75,42 +72,10 @@ def firing_steps(signal: Tensor) -> tuple[float, list[int]]:
     return threshold, [t for t in range(EVERY, len(signal), EVERY) if signal[t] > threshold]
 
 
-def draw(path: Path, names: list[str], values: Tensor, fired: list[list[int]]) -> None:
-    """Draw both signals, as shares of their largest values, and where they fire."""
-
-    def curves(axes: Any) -> None:
-        for label, signal, steps in zip(("entropy", "U(t)"), values, fired, strict=True):
-            share = (signal / signal.max()).tolist()
-            (line,) = axes.plot(share, label=label)
-            at = [share[t] for t in steps]
-            axes.plot(steps, at, "o", color=line.get_color(), label=f"{label} fires")
-        start = 0
-        for phase in PHASES:
-            axes.axvline(start, color="grey", linestyle=":", linewidth=0.8)
-            axes.text(start + 2, 1.04, phase.name, fontsize=9)
-            start += phase.steps
-
-    write_figure(
-        path,
-        curves,
-        title="Simulated: what each signal sees\n",
-        xlabel="step",
-        ylabel="share of the signal's maximum",
-        ylim=(0, 1.1),
-    )
-
-
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, "python3 -m studies.simulation")
     cli.prog = "python3 -m studies.simulation"
-    cli.add_argument(
-        "--out",
-        default="results/refreshing",
-        metavar="FOLDER",
-        type=writable_folder,
-        help="where the figure goes",
-    )
-    with cli.parse(argv) as args:
+    with cli.parse(argv):
         names, values = signals()
         measured = [firing_steps(signal) for signal in values]
         rows = []
@@ -121,7 +86,6 @@ def main(argv: list[str] | None = None) -> None:
             rows.append([phase, f"{int(there.sum())}", f"{bits:.2f}", f"{variance:.4f}", *fires])
         header = ["phase", "steps", "entropy, bits", "U(t)", "entropy fires", "U(t) fires"]
         (entropy_limit, entropy_steps), (variance_limit, variance_steps) = measured
-        draw(args.out / "simulation.png", names, values, [entropy_steps, variance_steps])
         print(f"""\
 {len(names)} steps, {PASSES} passes each over {VOCAB:,} tokens; each signal is asked every {EVERY} steps
 
@@ -132,8 +96,7 @@ U(t) above {variance_limit:.4f}: at {", ".join(map(str, variance_steps)) or "no 
 
 U(t) is silent in the ambiguous phase because the logits of its passes are drawn to agree there.
 The source's own output has entropy fire at 320, above 12.2877 bits, and U(t) at 112, 144, 176 and 336, above 0.000096;
-the thresholds here, half of each signal's maximum, are ours.
-Written to {args.out / "simulation.png"}""")
+the thresholds here, half of each signal's maximum, are ours.""")
 
 
 if __name__ == "__main__":

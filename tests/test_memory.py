@@ -99,4 +99,6 @@ def test_a_quick_run_has_figures_and_no_verdict(study: str, tmp_path: Path) -> N
     ran = start(f"studies.{study} --quick --out '{tmp_path}'")
     assert ran.code == 0 and "A reduced run: figures, and no verdict." in ran.out
     assert "HOLD" not in ran.out
+    named = re.findall(r"(?:can't show|figures are missing): (.*)\.\n", ran.out)
+    assert named[:1] == named[1:], "claims that are named before the run are those that it left out"
     assert not (tmp_path / "rows.jsonl").exists()

@@ -27,6 +27,7 @@ from studies.projection import segments, ways
 from studies.projection import study as projection
 from studies.projection.segments import SegmentMap, measure_segments, summarize
 from studies.projection.ways import (
+    QUICK,
     TRUE_POSITIONS,
     Trial,
     Way,
@@ -55,7 +56,7 @@ def trial() -> Trial:
         load_tokenizer("pocket"),
         "quiz",
         families,
-        quick_steps=10,
+        size=QUICK._replace(stage_1_steps=10, adam_steps=10),
     )
 
 
@@ -132,7 +133,7 @@ def test_the_map_of_segments_reads_better_than_segment_means_on_its_own_prompts(
 
     assert (errors(mapped) < 0.05 * errors(pooled)).all()
     close(SegmentMap(prompts, 1e9)(prompts), pooled, 1e-3)
-    assert SegmentMap.fit(prompts, [f"{i // 2}" for i in range(12)]).penalty in PENALTIES
+    assert SegmentMap.fit(prompts, [f"{i // 2}" for i in range(12)], PENALTIES).penalty in PENALTIES
 
 
 # --- What is fitted, and on what ----------------------------------------------------------------------
@@ -171,7 +172,6 @@ def test_penalties_are_chosen_by_family_and_have_the_least_error(
         grouped.append([*groups])
         return 1.0
 
-    monkeypatch.setattr(trial, "quick_steps", 0)  # a reduced run chooses none
     for module in (ways, segments, encoders):
         monkeypatch.setattr(module, "cross_validate", recording)
     fresh = replace(TRUE_POSITIONS, tail=2)
@@ -278,7 +278,7 @@ def test_a_read_without_a_softmax_would_be_a_regression(monkeypatch: pytest.Monk
 @pytest.mark.slow
 def test_a_study_then_a_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole protocol, on a few pairs; then an answer from the library that it has kept."""
-    monkeypatch.setattr(projection, "QUICK_FAMILIES", 5)
+    monkeypatch.setattr(projection, "QUICK", QUICK._replace(max_families=5))
     pairs, out = write_pairs(tmp_path / "pairs.csv", 40), tmp_path / "out"
     words = f"--quick --model {ROOT / 'pocket' / 'teacher'} --pairs {pairs} --out {out}"
     ran = start(f"studies.projection {words}")

@@ -21,7 +21,7 @@ from studies.recall.study import (
 )
 from studies.results import Results
 
-TINY = QUICK._replace(steps=3, answers=16)
+TINY = QUICK._replace(pairs=(4, 8), slots=(4,), steps=3, answers=16)
 
 
 @pytest.fixture(autouse=True)

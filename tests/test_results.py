@@ -167,7 +167,7 @@ def test_a_claim_says_its_figures_and_a_reduced_run_gives_no_verdict(
         quick.add_values(way, {}, time=[seconds] * 4)
     printed = page(page_of(quick))
     assert "Is it as fast? (a): +0.0%" in printed and "YES" not in printed
-    assert 'Left out, as figures are missing: "new is better than old".' in printed
+    assert "Left out, as figures are missing: Newer." in printed
 
 
 def test_the_table_has_a_line_a_way_by_its_name(rows: Results) -> None:

@@ -39,6 +39,7 @@ from gpt_bounded_cache import KVCache, SlidingWindowCache, context_start
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import score_answers, token_losses, unseen_texts
+from studies.bounding import claims
 from studies.core import RECORDED_MODELS, run_study
 from studies.results import Results, Setting
 from support.printing import end_tokens_of
@@ -97,14 +98,6 @@ def bleu_loss(counts: np.ndarray) -> np.ndarray:
     return bleu(counts[..., 1, :]) - bleu(counts[..., 0, :])
 
 
-class Remembered(NamedTuple):
-    """How well a memory predicts held-out texts: nats and tokens (documents, 2), and the counts
-    from which BLEU is computed (explanations, 10)."""
-
-    nats: np.ndarray
-    bleu_counts: np.ndarray
-
-
 def explanation_counts(
     memory: Memory, tokenizer: Any, questions: list[corpus.Question]
 ) -> np.ndarray:
@@ -133,13 +126,14 @@ def measure_quality(
     token_ids = [[*tokenizer.encode_ordinary(d.text), tokenizer.eot_token] for d in documents]
     explanation_questions = corpus.explain_questions("test", size.explanations)
     recall_questions = corpus.recall_questions("test", size.facts)
-    full = None
-    for way in dict.fromkeys([next(iter(memories)), *due]):
+    reference, *_ = memories
+    for way in dict.fromkeys([reference, *due]):
         memory = memories[way]
         losses = [token_losses(memory, text) for text in token_ids]
         nats = np.array([[float(loss.double().sum()), len(loss)] for loss in losses])
         counts = explanation_counts(memory, tokenizer, explanation_questions)
-        full = full or Remembered(nats, counts)
+        if way == reference:
+            full_nats, full_counts = nats, counts
         if way not in due:
             continue
         _, right = score_answers(memory, tokenizer, recall_questions)
@@ -149,14 +143,14 @@ def measure_quality(
             setting,
             size.documents,
             perplexity=bootstrap(nats, perplexity),
-            above=bootstrap(np.stack([nats, full.nats], 1), perplexity_rise),
+            above=bootstrap(np.stack([nats, full_nats], 1), perplexity_rise),
         )
         rows.add_figures(
             way,
             setting,
             size.explanations,
             bleu=bootstrap(counts, bleu),
-            lost=bootstrap(np.stack([counts, full.bleu_counts], 1), bleu_loss),
+            lost=bootstrap(np.stack([counts, full_counts], 1), bleu_loss),
         )
         rows.add_share(way, setting, "facts", right)
 
@@ -254,4 +248,5 @@ main = partial(
     "fewer and shorter texts",
     measure,
     recorded_models=RECORDED_MODELS,
+    beyond=[claims.recall, claims.our_rule, claims.bleu_from_scratch, claims.text_quality],
 )

@@ -17,7 +17,7 @@ KIVI = Source(
 SIZES = "SmolLM2 of 135 million parameters, a GPT-2 and a Llama of 3 million"
 BOTH = ("compression", "compression --model smollm2")
 METRICS = (
-    metrics("mean", kl=".4f", above="+.1%", long=".4f", facts=".0%", list=".2f")
+    metrics("mean", kl=".4f", above="+.1%", facts=".0%")
     | metrics("exact", each=",.0f")
     | metrics("turns", ms=".2f")
 )
@@ -162,8 +162,7 @@ def small_norms(results: Results) -> Answer:
 
 
 TABLE = Layout(
-    "KL in nats to the same model with full attention, also in a text of 1,000 tokens; "
-    "perplexity beyond that model's; the list, in nats a token, is read a second time. "
+    "KL in nats to the same model with full attention; perplexity beyond that model's. "
     "Facts are asked of whole texts. Grouped heads are pocket-llama with full attention: "
     "their KL is to itself, their perplexity beside pocket's. Not tested: peak memory, "
     "batches and throughput, which need kernels that read codes; passkeys of thousands of"
@@ -185,9 +184,7 @@ TABLE = Layout(
                 "bytes a token": "each",
                 "KL": "kl",
                 "perplexity": "above",
-                "after 1,000": "long",
                 "facts": "facts",
-                "list again": "list",
             },
             model="smollm2",
         ),
@@ -198,7 +195,6 @@ TABLE = Layout(
                 "KL": "kl",
                 "perplexity": "above",
                 "facts": "facts",
-                "list again": "list",
             },
         ),
         *columns("124M", {"ms a token": "ms"}, model="124M"),

@@ -13,12 +13,10 @@ texts of 512 tokens that the model wasn't trained on, unless said:
 
 kl, above           KL to the same model's predictions with full attention, in nats; the share by
                     which perplexity exceeds that of the model with full attention
-long                KL in the last 128 of 1,024 tokens
 facts               share of questions about facts stated in a text that are answered right; texts
                     in data/real are read 16 tokens at once
-list                nats per token of a random list when it is read a second time
 each                bytes per token of a text of 512
-ms                  milliseconds to decode a token after 512
+ms                  milliseconds to decode a token after 512, at GPT-2 124M's size
 
 Source: Liu et al. 2024 (KIVI); Devoto et al. 2024 (small norms).
 """
@@ -29,7 +27,6 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-import tiktoken
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -47,19 +44,18 @@ from studies.results import Results
 from support.statistics import bootstrap, kl
 from support.timing import run_in_turns
 
-LENGTH, LONG_LENGTH, LATE, LIST_LENGTH = 512, 1024, 128, 48  # tokens
+LENGTH, TURNS = 512, 5  # tokens of a text; turns of the times
 
 
 class Size(NamedTuple):
-    """How much is read, answered and timed; chunk_length: the tokens that are read at once."""
+    """How much is read and answered; chunk_length: the tokens that are read at once."""
 
     texts: int = 12
     questions: int = 75  # about pocket's world; about data/real all are asked, or two
-    turns: int = 5
     chunk_length: int = 1
 
 
-QUICK = Size(texts=1, questions=6, turns=1, chunk_length=64)
+QUICK = Size(texts=4, questions=6, chunk_length=64)
 
 
 class SwappedAxesCache(compress.QuantizedCache):
@@ -105,96 +101,6 @@ CACHES |= {
 }
 
 
-# --- Quality ----------------------------------------------------------------------------------------
-
-
-def token_nats(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return the loss (B, T - 1) of the predictions (B, T, V) of ids (B, T), text by text to save
-    memory."""
-    losses = [
-        F.cross_entropy(of_text[:-1], text[1:], reduction="none")
-        for of_text, text in zip(logits, ids, strict=True)
-    ]
-    return torch.stack(losses)
-
-
-class Texts(NamedTuple):
-    """Texts that a model wasn't trained on, in tokens (B, T), and of random tokens, read twice."""
-
-    texts: Tensor
-    long_texts: Tensor
-    lists: Tensor
-
-
-def texts_for(name: str, tokenizer: tiktoken.Encoding, count: int) -> Texts:
-    """Return so many texts for a model; pocket's long ones are a third."""
-    long_count = count // 3 if name.startswith("pocket") else count
-    texts = unseen_texts(name, tokenizer, count, LENGTH)
-    long_texts = unseen_texts(name, tokenizer, max(1, long_count), LONG_LENGTH)
-    generator = torch.Generator().manual_seed(0)
-    shape = count, LIST_LENGTH
-    lists = torch.randint(256, tokenizer.n_vocab - 1, shape, generator=generator)
-    return Texts(torch.tensor(texts), torch.tensor(long_texts), lists.repeat(1, 2))
-
-
-def answer_facts(name: str, reader: Memory, tokenizer: tiktoken.Encoding, size: Size) -> list[bool]:
-    """Return for each question about facts whether it is answered right."""
-    if name.startswith("pocket"):
-        questions = corpus.recall_questions("test", size.questions)
-        return score_answers(reader, tokenizer, questions)[1]
-    return right_answers(reader, tokenizer, quick=size == QUICK)
-
-
-class Reading(NamedTuple):
-    """What a reader predicts: the logits (B, T, V) of the texts, and those of the last positions of
-    the long ones."""
-
-    logits: Tensor
-    late_logits: Tensor
-
-
-@torch.no_grad()
-def read_all(reader: Memory, texts: Texts) -> Reading:
-    """Let a reader read the texts and the long ones."""
-    return Reading(reader(texts.texts), late_logits(reader, texts.long_texts))
-
-
-def late_logits(reader: Memory, ids: Tensor) -> Tensor:
-    """Return the logits (B, LATE, V) of the last positions of ids (B, T)."""
-    cache = reader.make_cache(ids.size(1))
-    beginning, end = ids[:, :-LATE], ids[:, -LATE:]
-    for tokens in beginning.split(reader.chunk_length, dim=1):
-        reader.model(tokens, cache, last_only=True)
-    return compress.read_in_pieces(reader.model, cache, end, reader.chunk_length)[0]
-
-
-def divergence(expected: Tensor, logits: Tensor) -> list[float]:
-    """Return the mean KL(expected || logits) of each text, text by text to save memory."""
-    return [float(kl(*pair).mean()) for pair in zip(expected, logits, strict=True)]
-
-
-@torch.no_grad()
-def measure_quality(
-    rows: Results, name: str, way: str, reader: Memory, texts: Texts, exact: Reading, size: Size
-) -> None:
-    """Append how much worse a way predicts than the model `name` with full attention."""
-    tokenizer, setting = load_tokenizer(name), {"model": name}
-    reading = read_all(reader, texts)
-    more_nats = token_nats(reading.logits, texts.texts) - token_nats(exact.logits, texts.texts)
-    perplexity_rise = bootstrap(more_nats.double().mean(1), lambda nats: np.expm1(nats.mean(-1)))
-    reference = reading if way == "grouped" else exact  # those heads are exact themselves
-    rows.add_figures(way, setting, len(more_nats), above=perplexity_rise)
-    rows.add_share(way, setting, "facts", answer_facts(name, reader, tokenizer, size))
-    rows.add_values(
-        way,
-        setting,
-        kl=divergence(reference.logits, reading.logits),
-        long=divergence(reference.late_logits, reading.late_logits),
-        list=token_nats(reader(texts.lists), texts.lists)[:, LIST_LENGTH:].mean(1).tolist(),
-        each=[reader.nbytes(LENGTH) / LENGTH],
-    )
-
-
 # --- Time -------------------------------------------------------------------------------------------
 
 
@@ -208,16 +114,17 @@ def milliseconds(model: nn.Module, way: str, turn: int, new_tokens: int = 16) ->
     return statistics.mean(compress.read_in_pieces(model, cache, ids[:, LENGTH:])[1])
 
 
-def measure_times(rows: Results, setting: dict[str, str], model: nn.Module, turns: int) -> None:
-    """Append the times of the ways that have none yet; the ways take turns."""
-    runs = {
-        way: partial(milliseconds, model, way) for way in rows.ways_due(CACHES, "ms", **setting)
-    }
-    for way, turn_milliseconds in run_in_turns(runs, turns).items():
-        rows.add_values(way, setting, ms=turn_milliseconds)
+def measure_times(rows: Results) -> None:
+    """Append the times of the ways that have none yet, at GPT-2 124M's size; the ways take turns."""
+    model = random_model(GPT, "124M")
+    rows.set_model_conditions("124M, random weights", model)
+    ways = rows.ways_due(CACHES, "ms", model="124M")
+    runs = {way: partial(milliseconds, model, way) for way in ways}
+    for way, turn_milliseconds in run_in_turns(runs, TURNS).items():
+        rows.add_values(way, {"model": "124M"}, ms=turn_milliseconds)
 
 
-# --- The study --------------------------------------------------------------------------------------
+# --- Quality ----------------------------------------------------------------------------------------
 
 
 def readers_of(name: str, model: nn.Module, size: Size) -> dict[str, Memory]:
@@ -235,11 +142,36 @@ def readers_of(name: str, model: nn.Module, size: Size) -> dict[str, Memory]:
     return readers
 
 
+@torch.no_grad()
+def measure_quality(rows: Results, name: str, readers: dict[str, Memory], size: Size) -> None:
+    """Append how much worse the ways that are due predict than a model with full attention."""
+    tokenizer, setting = load_tokenizer(name), {"model": name}
+    texts = torch.tensor(unseen_texts(name, tokenizer, size.texts, LENGTH))
+    exact_logits = readers["full"](texts)  # (B, T, V)
+    for way in rows.ways_due(readers, "kl", **setting):
+        logits = readers[way](texts)
+        more_nats, divergences = [], []
+        for text, exact, here in zip(texts, exact_logits, logits, strict=True):  # to save memory
+            losses = [F.cross_entropy(x[:-1], text[1:]) for x in (here, exact)]
+            more_nats.append(float(losses[0] - losses[1]))
+            reference = here if way == "grouped" else exact  # those heads are exact themselves
+            divergences.append(float(kl(reference, here).mean()))
+        rise = bootstrap(np.array(more_nats), lambda nats: np.expm1(nats.mean(-1)))
+        rows.add_figures(way, setting, len(texts), above=rise)
+        if name.startswith("pocket"):
+            questions = corpus.recall_questions("test", size.questions)
+            _, right = score_answers(readers[way], tokenizer, questions)
+        else:
+            right = right_answers(readers[way], tokenizer, quick=size == QUICK)
+        rows.add_share(way, setting, "facts", right)
+        bytes_per_token = readers[way].nbytes(LENGTH) / LENGTH
+        rows.add_values(way, setting, each=[bytes_per_token], kl=divergences)
+
+
 def measure(rows: Results, args: argparse.Namespace) -> None:
     """Measure every figure that has no row yet."""
     size = QUICK if args.quick else Size()
-    names = ("pocket", "pocket-llama") if args.model == "pocket" else (args.model,)
-    for name in names:
+    for name in ("pocket", "pocket-llama") if args.model == "pocket" else (args.model,):
         model = load_model(name, device=args.device, dtype=args.dtype)
         rows.set_model_conditions(
             name,
@@ -247,16 +179,10 @@ def measure(rows: Results, args: argparse.Namespace) -> None:
             f"{size.texts} texts of {LENGTH} tokens, read by {size.chunk_length} at once",
         )
         readers = readers_of(name, model, size)
-        if due := rows.ways_due(readers, "kl", model=name):
-            texts = texts_for(name, load_tokenizer(name), size.texts)
-            exact = read_all(readers["full"], texts)
-            for way in due:
-                measure_quality(rows, name, way, readers[way], texts, exact, size)
-        measure_times(rows, {"model": name}, model, size.turns)
+        if rows.ways_due(readers, "kl", model=name):
+            measure_quality(rows, name, readers, size)
     if args.model == "pocket" and not args.quick:
-        large = random_model(GPT, "124M")
-        rows.set_model_conditions("124M, random weights", large)
-        measure_times(rows, {"model": "124M"}, large, size.turns)
+        measure_times(rows)
 
 
 main = partial(

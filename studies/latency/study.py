@@ -19,7 +19,6 @@ import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -49,21 +48,12 @@ def evict_from_page_cache(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-class Source(NamedTuple):
-    """Where the cache of a prompt's beginning comes from: a store, if any, and whether its files
-    must be read from the disk."""
-
-    store: Store | None
-    from_disk: bool = False
-
-
 def time_prompt(
-    model: GPT, ids: list[int], new_tokens: int, source: Source, turn: int
+    model: GPT, ids: list[int], way: str, store: Store | None, new_tokens: int, turn: int
 ) -> tuple[float, float, float]:
     """Return the seconds to restore what is stored of a prompt, and those to the first and to the
     last new token, restoring included."""
-    store = source.store
-    if source.from_disk:
+    if way == "cold-disk":
         evict_from_page_cache(store.folder)
     prompt = torch.tensor([ids], device=model.wte.weight.device)
     restore_seconds, cache = time_call(lambda: store.get(ids) if store else model.new_cache())
@@ -86,13 +76,9 @@ def measure(rows: Results, model: GPT, model_name: str, lengths: Sequence[int], 
     end_to_end_case = max(lengths_with_room, default=0), 90
     with tempfile.TemporaryDirectory(prefix="recycle-") as folder:
         memory_store, disk_store = Store(model), Store(model, folder)
-        sources = {
-            "cold": Source(None),
-            "memory": Source(memory_store),
-            "warm-disk": Source(disk_store),
-        }
+        stores = {"cold": None, "memory": memory_store, "warm-disk": disk_store}
         if hasattr(os, "posix_fadvise"):
-            sources["cold-disk"] = Source(disk_store, from_disk=True)
+            stores["cold-disk"] = disk_store
         for prompt_length, percent in cases:
             setting = {"model": model_name, "m": prompt_length, "share": percent}
             if not rows.ways_due(["cold"], "first", **setting):
@@ -106,9 +92,9 @@ def measure(rows: Results, model: GPT, model_name: str, lengths: Sequence[int], 
                     store.put(ids[:stored], prefilled_cache(model, ids[:stored]))
             end_to_end = (prompt_length, percent) == end_to_end_case
             runs = {}
-            for way, source in sources.items():
+            for way, store in stores.items():
                 new_tokens = NEW_TOKENS if end_to_end and way in ("cold", "warm-disk") else 1
-                runs[way] = partial(time_prompt, model, ids, new_tokens, source)
+                runs[way] = partial(time_prompt, model, ids, way, store, new_tokens)
             turn_times = run_in_turns(runs, turns)
             times = {way: np.transpose(triples) for way, triples in turn_times.items()}
             if end_to_end:
@@ -160,8 +146,7 @@ def main(argv: list[str] | None = None) -> None:
     with cli.parse(argv) as args:
         model, name = load_chosen_model(args)
         lengths, turns = (QUICK_LENGTHS, 1) if args.quick else (PROMPT_LENGTHS, 5)
-        rows = open_results("latency", args, "run of another model" if args.model != "124M" else "")
-        rows.usual["model"] = args.model
+        rows = open_results("latency", args, ["124M"])
         rows.set_model_conditions(name, model, f"turns: {turns}")
         measure(rows, model, args.model, lengths, turns)
         report(rows)

@@ -23,6 +23,7 @@ from pocket.evaluation import window_of_equal_bytes, windowed
 from pocket.recipes import MEMORY, Phase, Recipe, steps_and_tokens
 from pocket.tokenizer import TOKENIZER, VOCABULARY
 from pocket.training import train
+from studies.bounding import claims
 from studies.bounding import study as bounding
 from studies.core import run_study
 from studies.recall.study import WideBCT
@@ -93,4 +94,12 @@ def measure(rows: Results, quick: bool) -> None:
     bounding.measure_quality(rows, setting, memories, due, read_tokenizer(TOKENIZER), size)
 
 
-main = partial(run_study, __doc__, "pretraining", "two steps", measure, rows_of="bounding")
+main = partial(
+    run_study,
+    __doc__,
+    "pretraining",
+    "two steps",
+    measure,
+    rows_of="bounding",
+    beyond=[claims.bleu_fine_tuned, claims.recall, claims.our_rule, claims.sinks],
+)

@@ -143,7 +143,9 @@ class SegmentMap:
         return pooled + torch.stack(additions, 2)
 
     @classmethod
-    def fit(cls, prompts: Sequence[Segments], families: Sequence[str]) -> "SegmentMap":
+    def fit(
+        cls, prompts: Sequence[Segments], families: Sequence[str], penalties: Sequence[float]
+    ) -> "SegmentMap":
         """Fit a map on prompts of these families, with the penalty that serves held-out families
         best."""
 
@@ -152,7 +154,7 @@ class SegmentMap:
             summaries = cls([prompts[i] for i in train], penalty)(held_out)
             return sum(map(readout_error, held_out, summaries))
 
-        return cls(prompts, cross_validate(error, families))
+        return cls(prompts, cross_validate(error, families, penalties))
 
 
 def readout_error(segments: Segments, summary: Tensor) -> float:

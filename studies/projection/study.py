@@ -71,11 +71,13 @@ from studies.core import (
     report,
 )
 from studies.judging import MIN_VALUES_OF_INTERVAL
-from studies.projection.claims import ARITHMETIC
+from studies.projection.claims import ARITHMETIC, few_summary_tokens, linearity
 from studies.projection.ways import (
+    FULL,
     OUR_LAYOUTS,
     POCKET_KINDS,
     PROPOSED,
+    QUICK,
     RAW_LAYOUTS,
     AskedPrompts,
     Prompt,
@@ -96,7 +98,6 @@ RETRIEVED_WAYS = (*BOTH_STAGE_WAYS, "own", "raw-8:1", "hidden", "neighbour", "no
 SINGLE_PARTS = ("rule", "stage1-written", "stage1-segments")
 GIVEN_WAYS = (*BOTH_STAGE_WAYS, *RAW_LAYOUTS, *SINGLE_PARTS, "learned")
 SHARE_METRICS = ("low", "good")
-QUICK_FAMILIES = 10  # the most families in each split of a reduced run
 FIT_PROMPTS, TIMED_PROMPTS, EMITTED_TOKENS = 75, 16, 4
 # Numbers of summary tokens beside the proposal's 8, by way.
 OTHER_NUMBERS = {"proposed": (1, 32), "written": (4, 16, 32)}
@@ -340,11 +341,12 @@ def measure_eighth_token(rows: Results, trial: Trial, prompts: list[Prompt], tur
 
 def measure_lengths(rows: Results, turns: int) -> None:
     """Append times to the first token at GPT-2 124M's size by the length of the prompt: cold, from
-    summary tokens as stored, and from those mapped at every start, as proposed. Retrieval is timed
-    by itself: an encoder of all-MiniLM-L6-v2's geometry, and reading the summary tokens from the
-    disk. Weights are random, since times don't depend on them."""
+    summary tokens as stored, and from those mapped at every start, as proposed; and the share of the
+    cold start's time that these save, retrieval included, also as a mean over the lengths.
+    Retrieval is timed by itself: an encoder of all-MiniLM-L6-v2's geometry, and reading the summary
+    tokens from the disk. Weights are random, since times don't depend on them."""
     setting = {"model": "124M"}
-    if not rows.ways_due(["mapped"], "first_ms", **setting, tokens=PROMPT_LENGTHS[-1]):
+    if not rows.ways_due(["mapped", "stored"], "saved", **setting):
         return
     model, m = load_model("random:124M"), PROPOSED.m
     encoder = order_for_decoding(GPT(MINILM_CONFIG)).eval()
@@ -376,22 +378,12 @@ def measure_lengths(rows: Results, turns: int) -> None:
     for i, T in enumerate(PROMPT_LENGTHS):
         for way in starts:
             rows.add_values(way, setting | {"tokens": T}, first_ms=milliseconds[way][i])
-
-
-def add_savings_by_length(rows: Results) -> None:
-    """Append the share of the time that starts from mapped and from stored summary tokens save in each
-    turn, retrieval included: by the length of the prompt, and their mean over the lengths."""
-    setting = {"model": "124M"}
-    for way in rows.ways_due(["mapped", "stored"], "saved", **setting, tokens=PROMPT_LENGTHS[-1]):
-        shares = []
-        for T in PROMPT_LENGTHS:
-            timed = (way, "retrieval", "cold")
-            found = [rows.find(x, "first_ms", **setting, tokens=T) for x in timed]
-            rows.conditions = found[0]["conditions"]
-            warm, retrieval, cold = (np.array(row["values"]) for row in found)
-            shares.append(1 - (warm + retrieval) / cold)
-            rows.add_values(way, setting | {"tokens": T}, saved=shares[-1])
-        rows.add_values(way, setting, saved=np.mean(shares, 0))
+    for way in ("mapped", "stored"):
+        warm = milliseconds[way] + milliseconds["retrieval"]
+        shares = 1 - warm / milliseconds["cold"]  # (lengths, turns)
+        for T, of_length in zip(PROMPT_LENGTHS, shares, strict=True):
+            rows.add_values(way, setting | {"tokens": T}, saved=of_length)
+        rows.add_values(way, setting, saved=shares.mean(0))
 
 
 # --- Arithmetic -------------------------------------------------------------------------------------
@@ -431,17 +423,15 @@ def add_derived(rows: Results) -> None:
     rows.set_conditions("arithmetic, on random caches")
     if rows.ways_due(["stage-1"], "curvature", **ARITHMETIC):
         rows.add_values("stage-1", ARITHMETIC, curvature=[curvature()])
-    kinds = [*POCKET_KINDS, CAPITALS.stem]
+    kinds = rows.every["kind"]
     rows.set_conditions(f"{len(kinds)} kinds of prompts")
-    ways = ("until-ready", "second-exact")
-    for way in ways if rows.ways_due(ways, "eighth", kind="all") else ():
-        ratios = []
-        for kind in kinds:
-            warm, cold = (rows.find(name, "eighth_ms", kind=kind) for name in (way, "cold"))
-            if warm is None:
-                return
-            ratios.append(warm["value"] / cold["value"])
-        rows.add_values(way, {"kind": "all"}, eighth=ratios)
+    if all(rows.find("cold", "eighth_ms", kind=kind) for kind in kinds):
+        for way in rows.ways_due(["until-ready", "second-exact"], "eighth", kind="all"):
+            ratios = []
+            for kind in kinds:
+                warm, cold = (rows.figure(x, "eighth_ms", kind=kind) for x in (way, "cold"))
+                ratios.append(warm.value / cold.value)
+            rows.add_values(way, {"kind": "all"}, eighth=ratios)
 
 
 # --- The study --------------------------------------------------------------------------------------
@@ -487,7 +477,7 @@ def measure_other_numbers(rows: Results, trial: Trial) -> None:
     gigabytes, so only one is kept."""
     related_pairs = trial.related_pairs("test")
     for way, numbers in OTHER_NUMBERS.items():
-        for m in numbers[:1] if trial.quick_steps else numbers:
+        for m in numbers:
             if m < trial.shortest and (way == "proposed" or trial.can_vary_written(m)):
                 trial.drop_large_maps()
                 measure_ways(rows, trial, [way], related_pairs, on="given", m=m)
@@ -509,7 +499,7 @@ def save_libraries(trial: Trial, tau: float, folder: Path) -> None:
 def kinds_of(args: argparse.Namespace) -> dict[str, Splits]:
     """Return the families of prompts that are measured, by kind. Raises ValueError if the model
     knows nothing of them."""
-    max_families = QUICK_FAMILIES if args.quick else None
+    max_families = (QUICK if args.quick else FULL).max_families
     is_of_pocket = args.model in ("pocket", "pocket-llama")
     default_pairs = CAPITALS if args.model == REAL_MODEL else None
     pairs = Path(args.pairs) if args.pairs else default_pairs
@@ -531,23 +521,21 @@ def measure(
     args: argparse.Namespace,
 ) -> None:
     """Measure every figure that has no row yet: of each kind of prompts, then at GPT-2's size."""
-    tokenizer, turns, quick_steps = load_tokenizer(args.model), 7, 0
-    if args.quick:
-        turns, quick_steps = 1, 20
+    tokenizer, size = load_tokenizer(args.model), QUICK if args.quick else FULL
     for number, (kind, families) in enumerate(families_by_kind.items()):
         match_names = bool(args.pairs) or kind not in POCKET_KINDS
-        trial = Trial(model, tokenizer, kind, families, args.seed, quick_steps, match_names)
+        trial = Trial(model, tokenizer, kind, families, args.seed, size, match_names)
         detail = "; a stored prompt has to share the new one's names" if match_names else ""
         rows.set_model_conditions(name, model, f"held-out families of paraphrases{detail}")
-        tau = measure_kind(rows, trial, turns)
+        tau = measure_kind(rows, trial, size.turns)
         if not math.isfinite(tau):
             continue
         if number == 0:
             save_libraries(trial, tau, args.out / "library")
-        measure_other_numbers(rows, trial)
-    if not rows.no_verdict_reason:
-        measure_lengths(rows, turns)
-        add_savings_by_length(rows)
+        if not args.quick:
+            measure_other_numbers(rows, trial)
+    if args.quick or not rows.no_verdict_reason:
+        measure_lengths(rows, size.turns)
         add_derived(rows)
 
 
@@ -567,11 +555,12 @@ def main(argv: list[str] | None = None) -> None:
     with cli.parse(argv) as args:
         families_by_kind = kinds_of(args)
         is_recorded = args.model in RECORDED_MODELS and not args.pairs
-        different = "" if is_recorded else "run of other prompts or another model"
-        rows = open_results("projection", args, different)
+        difference = "" if is_recorded else "run of other prompts or another model"
+        kinds = [*families_by_kind]
+        setting = {"model": args.model, "kind": kinds[0]}
+        beyond = [linearity, few_summary_tokens]  # which need more numbers of summary tokens
+        rows = open_results("projection", args, RECORDED_MODELS, difference, setting, beyond)
         if rows.no_verdict_reason:
-            kinds = [*families_by_kind]
-            rows.usual |= {"model": args.model, "kind": kinds[0]}
             rows.every["kind"] = kinds
         measure(rows, *load_chosen_model(args), families_by_kind, args)
         report(rows)

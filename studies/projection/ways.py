@@ -7,7 +7,7 @@ Prompts come in families of paraphrases. Each family serves for fitting ("train"
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from random import Random
 from typing import Any, NamedTuple
@@ -29,11 +29,11 @@ from projector import (
     cache_before_last,
     tail_queries,
 )
-from studies.projection.segments import SegmentMap, Segments, measure_segments, summarize
+from studies.projection.segments import SegmentMap, measure_segments, summarize
 from support.encoders import PairEncoder
 from support.geometry import kv_heads
 from support.printing import end_tokens_of
-from support.regression import cross_validate, ridge
+from support.regression import PENALTIES, cross_validate, ridge
 from support.statistics import kl
 from support.texts import Family, Splits
 
@@ -52,10 +52,7 @@ RAW_LAYOUTS = {"raw-1:1": Layout(1), "raw-8:1": Layout(8), "raw-32:1": Layout(32
 OUR_LAYOUTS = {"raw-1:16": Layout(1, 16), "raw-8:4": Layout(8, 4), "raw-32:64": Layout(32, 64)}
 MAX_MAP_BYTES = 4_000_000_000  # bytes of stage 1's map
 MAX_OTHER_MAP_BYTES = 9_000_000_000  # bytes of stage 1's map for other numbers of summary tokens
-LOSS_PENALTIES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # of stage 1, for cross-validation
-QUICK_PENALTY = 1e-2  # of every fit in a reduced run
-# How Adam learns summary tokens for all prompts:
-ADAM_STEPS, LEARNING_RATE, BATCH_SIZE = 400, 0.05, 64
+LEARNING_RATE, BATCH_SIZE = 0.05, 64  # with which Adam learns summary tokens for all prompts
 
 POCKET_KINDS: dict[str, Callable[[str], list[list[corpus.Question]]]] = {
     # facts that the model knows, after four or twenty questions that all prompts begin with
@@ -65,6 +62,20 @@ POCKET_KINDS: dict[str, Callable[[str], list[list[corpus.Question]]]] = {
     "story": lambda split: corpus.story_families(split, 100 if split == "train" else 40),
     "notes": lambda split: corpus.notes_families(split, 100 if split == "train" else 40),
 }
+
+
+class Size(NamedTuple):
+    """How much is measured and fitted. Of several penalties one is chosen by cross-validation."""
+
+    max_families: int | None = None  # in each split
+    turns: int = 7
+    stage_1_steps: int = projector.STEPS  # of L-BFGS
+    adam_steps: int = 400
+    loss_penalties: Sequence[float] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # of stage 1 as written
+    penalties: Sequence[float] = PENALTIES  # of all other maps
+
+
+FULL, QUICK = Size(), Size(10, 1, 20, 20, (1e-2,), (1e-2,))
 
 
 def pocket_families(
@@ -165,29 +176,28 @@ def once(method: Callable) -> Callable:
     return remembered
 
 
+@dataclass(eq=False)
 class Trial:
     """The prompts of one kind with their exact passes, everything that is fitted on training
-    prompts, and the ways to get a first token."""
+    prompts, and the ways to get a first token. match_names: whether a stored prompt that is found
+    has the new one's names.
 
-    def __init__(
-        self,
-        model: GPT,
-        tokenizer: tiktoken.Encoding,
-        kind: str,
-        families: Splits,
-        seed: int = 0,
-        quick_steps: int = 0,
-        match_names: bool = False,
-    ) -> None:
-        """quick_steps: in a reduced run, the steps of every iterative fit, and nothing is
-        cross-validated. match_names: whether a stored prompt that is found has the new one's names.
-        Raises ValueError if a prompt exceeds the context, or too few families have
-        two prompts that are long enough."""
-        self.model, self.tokenizer = model, tokenizer
-        self.kind, self.quick_steps, self.match_names = kind, quick_steps, match_names
-        self.made: dict[str, dict] = {}  # what is fitted, by the name of the method that fits it
+    Raises ValueError if a prompt exceeds the context, or too few families have two prompts that are
+    long enough.
+    """
+
+    model: GPT
+    tokenizer: tiktoken.Encoding
+    kind: str
+    families: Splits
+    seed: int = 0
+    size: Size = FULL
+    match_names: bool = False
+    made: dict[str, dict] = field(default_factory=dict)  # what is fitted, by the method's name
+
+    def __post_init__(self) -> None:
         self.prompts = {
-            split: self.read_families(split, chosen) for split, chosen in families.items()
+            split: self.read_families(split, chosen) for split, chosen in self.families.items()
         }
         self.train = [prompt for family in self.prompts["train"] for prompt in family]
         self.longest = max(len(prompt.ids) for prompt in self.train)
@@ -199,12 +209,14 @@ class Trial:
         self.shared_ids = []
         if shared_length >= 8:  # a word or two are not worth storing
             self.shared_ids = all_ids[0][:shared_length]
-        self.shared_chars = len(tokenizer.decode(self.shared_ids))  # characters
+        self.shared_chars = len(self.tokenizer.decode(self.shared_ids))  # characters
         lengths = [len(prompt.answer.split()) for prompt in self.train if prompt.answer]
         self.long_answers = bool(lengths) and statistics.median(lengths) > 8  # answers
         texts = [prompt.text[self.shared_chars :] for prompt in self.train]
-        self.encoder = PairEncoder.fit(tokenizer, texts, [prompt.family for prompt in self.train])
-        generator = Random(seed + 1)
+        self.encoder = PairEncoder.fit(
+            self.tokenizer, texts, [prompt.family for prompt in self.train]
+        )
+        generator = Random(self.seed + 1)
         pairs = [
             (a, b) for family in self.prompts["train"] for a in family for b in family if a is not b
         ]
@@ -318,25 +330,21 @@ class Trial:
         bank = self.query_bank(layout.tail)
         return summarize(measure_segments(prompt.exact, layout, bank))
 
-    def segments_of(self, prompts: Sequence[Prompt], layout: Layout) -> list[Segments]:
-        return [measure_segments(prompt.exact, layout) for prompt in prompts]
-
     @once
     def segment_map(self, layout: Layout) -> SegmentMap:
         """Return the smaller stage 1, one map from the means of segments. For another number of
         summary tokens it has the penalty that was found for the proposal's number."""
-        segments = self.segments_of(self.stage_1_prompts, layout)
-        if self.quick_steps:
-            return SegmentMap(segments, QUICK_PENALTY)
+        segments = [measure_segments(prompt.exact, layout) for prompt in self.stage_1_prompts]
         if layout.m == PROPOSED.m:
-            return SegmentMap.fit(segments, [prompt.family for prompt in self.stage_1_prompts])
+            families = [prompt.family for prompt in self.stage_1_prompts]
+            return SegmentMap.fit(segments, families, self.size.penalties)
         return SegmentMap(segments, self.segment_map(replace(layout, m=PROPOSED.m)).penalty)
 
     def can_vary_written(self, m: int) -> bool:
-        """Return whether stage 1 as written is also fitted for m summary tokens: not in a reduced
-        run, nor on pocket's prompts, where that takes a quarter of an hour for each kind."""
+        """Return whether stage 1 as written is also fitted for m summary tokens: not on pocket's
+        prompts, where that takes a quarter of an hour for each kind."""
         nbytes = map_bytes(self.model, self.longest - 1, m)
-        takes_long = self.quick_steps or self.kind in POCKET_KINDS
+        takes_long = self.kind in POCKET_KINDS
         return "written" in self.ways and not takes_long and nbytes <= MAX_OTHER_MAP_BYTES
 
     def drop_large_maps(self) -> None:
@@ -348,24 +356,24 @@ class Trial:
     def stage_1_penalty(self) -> float:
         """Return the penalty of stage 1 as written for any number of summary tokens: the one with
         the least reading error on held-out families, for the proposal's number."""
-        if self.quick_steps:
-            return QUICK_PENALTY
         prefills = [prompt.exact for prompt in self.stage_1_prompts]
         families = [prompt.family for prompt in self.stage_1_prompts]
 
         def error(train: Tensor, test: Tensor, penalty: float) -> float:
             fitted = [prefills[i] for i in train]
-            compressor = Compressor(fitted, PROPOSED.m, penalty, self.longest - 1)
+            compressor = Compressor(
+                fitted, PROPOSED.m, penalty, self.longest - 1, self.size.stage_1_steps
+            )
             return reading_error(compressor, [prefills[i] for i in test]) * len(test)
 
-        return cross_validate(error, families[:VALIDATION_PROMPTS], LOSS_PENALTIES)
+        return cross_validate(error, families[:VALIDATION_PROMPTS], self.size.loss_penalties)
 
     @once
     def compressor(self, m: int) -> Compressor:
         """Return stage 1 as written."""
-        prefills, steps = [prompt.exact for prompt in self.stage_1_prompts], self.quick_steps
+        prefills = [prompt.exact for prompt in self.stage_1_prompts]
         penalty, T = self.stage_1_penalty(), self.longest - 1
-        return Compressor(prefills, m, penalty, T, steps or projector.STEPS)
+        return Compressor(prefills, m, penalty, T, self.size.stage_1_steps)
 
     @once
     def summary_as_written(self, prompt: Prompt, layout: Layout) -> Tensor:
@@ -387,7 +395,7 @@ class Trial:
     @once
     def summary_by_segments(self, prompt: Prompt, layout: Layout) -> Tensor:
         """Return the summary tokens of a prompt by the smaller stage 1."""
-        return self.segment_map(layout)(self.segments_of([prompt], layout))[0]
+        return self.segment_map(layout)([measure_segments(prompt.exact, layout)])[0]
 
     def pair_summaries(self, layout: Layout, summarise: Callable) -> list[Tensor]:
         """Return the summary tokens of all pairs' sources, and of their targets."""
@@ -398,15 +406,14 @@ class Trial:
     def stage_2_penalty(self, layout: Layout, summarise: Callable) -> float:
         """Return the penalty of stage 2 that predicts held-out families best, for one way of stage
         1."""
-        if self.quick_steps:
-            return QUICK_PENALTY
         sources, targets = self.pair_summaries(layout, summarise)
 
         def error(train: Tensor, test: Tensor, penalty: float) -> float:
             projected = Projector(sources[train], targets[train], penalty)(sources[test])
             return float((projected - targets[test]).square().mean() * len(test))
 
-        return cross_validate(error, [source.family for source, _ in self.pairs])
+        families = [source.family for source, _ in self.pairs]
+        return cross_validate(error, families, self.size.penalties)
 
     @once
     def stage_2(self, layout: Layout, summarise: Callable) -> Projector:
@@ -452,7 +459,7 @@ class Trial:
         summary = torch.stack(own_summaries).mean(0).to(self.device)
         summary.requires_grad_()
         optimizer = torch.optim.Adam([summary], lr=LEARNING_RATE)
-        steps = self.quick_steps or ADAM_STEPS
+        steps = self.size.adam_steps
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         generator = torch.Generator().manual_seed(0)
         for _ in range(steps):
@@ -482,7 +489,8 @@ class Trial:
             "hidden": Way(logits=self.logits_by_hidden_state),
             "neighbour": Way(logits=lambda prompt: prompt.exact.logits),
             "learned": Way(PROPOSED, lambda prompt, layout: self.learned_summary()),
-            "rule": Way(PROPOSED, self.exact_cache, alone=True),
+            # The complete exact cache, in the place of summary tokens:
+            "rule": Way(PROPOSED, lambda prompt, _: cache_before_last(prompt.exact), alone=True),
             "stage1-segments": Way(TRUE_POSITIONS, self.summary_by_segments, alone=True),
         }
         longest = self.longest  # stage 1 as written has no columns for more
@@ -496,10 +504,6 @@ class Trial:
             if layout.m + layout.tail <= self.shortest:
                 ways[name] = Way(layout, self.own_summary)
         return ways
-
-    def exact_cache(self, prompt: Prompt, _: Layout) -> Tensor:
-        """Return the complete exact cache in the place of summary tokens."""
-        return cache_before_last(prompt.exact)
 
     def warm_cache(self, way: Way, source: Prompt, prompt: Prompt) -> KVCache:
         """Return the cache that stands for all of a prompt but its tail."""

@@ -36,6 +36,7 @@ from gpt_bounded_cache import (
     WriteMemory,
 )
 from pocket.evaluation import window_of_equal_bytes
+from studies.bounding import claims
 from studies.bounding.claims import LOOKING_UP
 from studies.core import run_study
 from studies.results import Results
@@ -62,7 +63,7 @@ class Size(NamedTuple):
         return max(self.pairs) + min(MAX_ASKED, max(self.pairs))
 
 
-QUICK = Size(pairs=(4, 8), slots=(4,), seeds=1, steps=60, answers=256)
+QUICK = Size(pairs=(8, 32, 128), seeds=1, steps=40, answers=256)
 
 
 # --- The task ---------------------------------------------------------------------------------------
@@ -272,7 +273,13 @@ main = partial(
     run_study,
     __doc__,
     "recall",
-    "four slots, eight pairs and few steps",
+    "one seed and few steps",
     measure,
     rows_of="bounding",
+    beyond=[
+        claims.bleu_fine_tuned,
+        claims.bleu_from_scratch,
+        claims.text_quality,
+        claims.sinks,
+    ],
 )

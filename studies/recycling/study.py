@@ -50,9 +50,10 @@ from studies.core import (
     REAL_MODEL,
     StudyLine,
     load_chosen_model,
-    open_model_results,
+    open_results,
     report,
 )
+from studies.recycling import claims
 from studies.results import STUDIES_FOLDER, Results
 from support.conditions import GEOMETRIES, is_geometry
 from support.printing import end_tokens_of
@@ -262,13 +263,6 @@ def add_similarity(rows: Results, vectors: dict[str, np.ndarray], setting: dict)
         rows.add_figures(way, setting, len(cold_vectors), near=near)
 
 
-def difference_to_recorded(args: argparse.Namespace) -> str:
-    """Return how a run differs from the recorded ones, "" if it doesn't."""
-    if args.model in RECORDED_MODELS or "DialoGPT-medium" in args.model:  # the source's own model
-        return ""
-    return "run of another model"
-
-
 class Size(NamedTuple):
     """How many tokens an answer has at most, how often it is written, and a conversation's turns."""
 
@@ -317,7 +311,14 @@ def main(argv: list[str] | None = None) -> None:
         recycler = Recycler(Store(model, args.out / "cache"), tokenizer, recorded_encoder(), form)
         size, config = size_of(args), model.config
         trial = Trial(recycler, tests, size.new_tokens)
-        rows = open_model_results("recycling", args, RECORDED_MODELS, difference_to_recorded(args))
+        is_the_source_s = "DialoGPT-medium" in args.model
+        rows = open_results(
+            "recycling",
+            args,
+            RECORDED_MODELS,
+            "" if is_the_source_s else None,
+            beyond=[claims.latency, claims.never_slower, claims.no_overlap],
+        )
         rows.set_model_conditions(
             name,
             model,

@@ -33,7 +33,6 @@ cache_error, kl             along one text that all ways read: |C_S - C_T| / |C_
 
 import argparse
 import math
-import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -71,10 +70,16 @@ from studies.core import (
     REAL_MODEL,
     RECORDED_MODELS,
     StudyLine,
-    open_model_results,
+    open_results,
     report,
 )
-from studies.refreshing.claims import ARITHMETIC, SOURCE_TPS
+from studies.refreshing.claims import (
+    ARITHMETIC,
+    SOURCE_TPS,
+    cost_formula,
+    periodic_time,
+    speculative_time,
+)
 from studies.results import Results, Setting
 from studies.showing import points_over
 from support.printing import end_tokens_of
@@ -339,12 +344,11 @@ def add_cache_errors(texts: Texts, ways: Sequence[str], prompt_count: int) -> No
 
 
 def add_times(texts: Texts, ways: Sequence[str], prompt_count: int, turns: int) -> None:
-    """Append the times of ways, which take turns with OverFill. If ways are measured later,
-    OverFill runs again but keeps its recorded rows: the new ways' times are scaled to its recorded
-    speed."""
+    """Append the times of the ways that have none yet. They take turns with OverFill, which keeps
+    the rows that it has."""
     rows, setting = texts.rows, texts.setting
-    ways = [way for way in rows.ways_due(ways, "time", **setting) if way != "none"]
-    if not ways:
+    due = rows.ways_due(ways, "time", **setting)
+    if not due:
         return
 
     def write_once(way: str, turn: int) -> tuple[TimedText, RefreshedPair | None]:
@@ -353,31 +357,25 @@ def add_times(texts: Texts, ways: Sequence[str], prompt_count: int, turns: int) 
         tokens, pair = texts.start_writing(way, ids, "sampled", seed=turn)
         return time_text(lambda: tokens), pair
 
-    timed_runs = run_in_turns({way: partial(write_once, way) for way in ("none", *ways)}, turns)
-    recorded_speed = rows.find("none", "tps", **setting)
-    spans = {}  # to the first token and to the last
-    for way, runs in timed_runs.items():
-        spans[way] = np.array([(run.first_token_seconds, run.total_seconds) for run, _ in runs]).T
-    overfill_first, overfill_total = spans["none"]
-    steps, scale = texts.new_tokens - 1, 1.0
-    if recorded_speed:
-        del timed_runs["none"]
-        scale = steps / recorded_speed["value"] / (overfill_total - overfill_first)
-    else:
-        add_read_times(texts, timed_runs)
-    for way, runs in timed_runs.items():
-        first_seconds, total_seconds = spans[way]
+    runs = {way: partial(write_once, way) for way in dict.fromkeys(["none", *due])}
+    timed_runs = run_in_turns(runs, turns)
+    overfill_seconds = np.array([text.total_seconds for text, _ in timed_runs["none"]])
+    for way in due:
+        first_seconds = np.array([text.first_token_seconds for text, _ in timed_runs[way]])
+        total_seconds = np.array([text.total_seconds for text, _ in timed_runs[way]])
         rows.add_values(
             way,
             setting,
-            time=total_seconds / overfill_total,
-            first_ms=1e3 * scale * first_seconds,
-            tps=steps / scale / (total_seconds - first_seconds),
+            time=total_seconds / overfill_seconds,
+            first_ms=1e3 * first_seconds,
+            tps=(texts.new_tokens - 1) / (total_seconds - first_seconds),
         )
-        _, pair = runs[0]
+        _, pair = timed_runs[way][0]
         if pair and not rows.find(way, "passes", **setting):  # add_quality() didn't run
             passes = 1000 / texts.new_tokens * int(pair.teacher_passes)
             rows.add_values(way, setting, passes=[passes], reads=[int(pair.teacher_tokens)])
+    if "none" in due:
+        add_read_times(texts, timed_runs)
 
 
 def add_read_times(texts: Texts, timed_runs: dict[str, list]) -> None:
@@ -406,18 +404,15 @@ def add_predicted_times(rows: Results, new_tokens: int, setting: Setting) -> Non
     slope, intercept = np.polyfit(*zip(*points, strict=True), 1)  # ms
     first_ms, tps = (rows.figure("none", metric, **setting).value for metric in ("first_ms", "tps"))
     overfill_ms = first_ms + 1e3 * (new_tokens - 1) / tps
-    for way in rows.ways():
+    for way in rows.ways_due(rows.ways(), "time", **setting, by="formula"):
         passes, reads = (rows.find(way, metric, **setting) for metric in ("passes", "reads"))
         if passes is None or way in PUBLISHED:
             continue
-        pass_count = (
-            passes["value"] * new_tokens / 1000
-        )  # of an average text, so it needn't be whole
+        # Of an average text, so it needn't be whole:
+        pass_count = passes["value"] * new_tokens / 1000
         prefills = slope * reads["value"] + pass_count * intercept  # of all passes together
-        predicted = round(1 + prefills / overfill_ms, 4)
-        recorded = rows.find(way, "time", **setting, by="formula")
-        if recorded is None or recorded["value"] != predicted:
-            rows.add_figures(way, setting | {"by": "formula"}, 1, time=[predicted] * 3)
+        predicted = 1 + prefills / overfill_ms
+        rows.add_figures(way, setting | {"by": "formula"}, 1, time=[predicted] * 3)
 
 
 def add_least_times(rows: Results, setting: Setting) -> None:
@@ -428,7 +423,7 @@ def add_least_times(rows: Results, setting: Setting) -> None:
     """
     setting = setting | {"by": "source"}
     rows.set_conditions("arithmetic, by the source's own tokens/s")
-    for way in rows.ways_due(REFRESHED_WAYS_AT_SIZE, "time", **setting):
+    for way in rows.ways_due(["periodic:64", "speculative:8"], "time", **setting):
         every = int(way.partition(":")[2])
         least_time = 1 + SOURCE_TPS["none"] / (every * SOURCE_TPS["teacher"])
         rows.add_figures(way, setting, 1, time=[least_time] * 3)
@@ -539,34 +534,6 @@ def measure_at_size(rows: Results, quick: bool) -> None:
     add_least_times(rows, setting)
 
 
-@torch.no_grad()
-def print_needs(texts: Texts, way_count: int, single_texts: int) -> None:
-    """Print what a run needs: memory, before a cache is made; then time, estimated from one step of
-    the student. Texts are written at once in each mode and way, and `single_texts` of them one by
-    one in each way."""
-    ids, student = texts.prompts["test"], texts.models["student"]
-    text_count, prompt_length = ids.shape
-    pair = RefreshedPair(**texts.models, ids=ids[:1])
-    pair.prefill()
-    nbytes = text_count * (prompt_length + texts.new_tokens) * pair.nbytes // prompt_length
-    for model in texts.models.values():
-        nbytes += sum(p.nbytes for p in model.parameters())
-    print(f"Memory: {nbytes / 1e6:,.1f} MB for both models' weights and caches.", flush=True)
-    seconds = 0.0
-    for fed_ids, repeats in ((ids, len(MODES)), (ids[:1], single_texts)):
-        cache = student.new_cache()
-        student(fed_ids, cache, last_only=True)
-        started = time.perf_counter()
-        float(student(fed_ids[:, -1:], cache)[0, 0, 0])  # waits for the device
-        step_seconds = time.perf_counter() - started
-        seconds += repeats * way_count * texts.new_tokens * step_seconds
-    print(
-        f"Time: {seconds / 3600:.1f} hours for the student's steps; the teacher's reading comes on "
-        "top. An interrupted run begins anew.\n",
-        flush=True,
-    )
-
-
 class Size(NamedTuple):
     """How many tokens are written after how many prompts, and how often each text is timed."""
 
@@ -613,8 +580,7 @@ def texts_of(
 
 
 def measure(rows: Results, args: argparse.Namespace) -> None:
-    """Measure every figure that has no row yet. With prompts from a file, print first what the run
-    needs."""
+    """Measure every figure that has no row yet."""
     size, students = size_of(args), students_of(args)
     is_short = args.quick and not args.model.startswith("pocket")
     modes = [*MODES][:1] if is_short else [*MODES]
@@ -626,8 +592,6 @@ def measure(rows: Results, args: argparse.Namespace) -> None:
             ways = [way for way in ways if way not in PUBLISHED]
         text_count, prompt_length = texts.prompts["test"].shape
         timed_prompts = min(3, text_count)
-        if args.prompts:
-            print_needs(texts, len(ways), size.turns * timed_prompts)
         drawn = "sampled at temperature 1" + (", or greedy" if "greedy" in modes else "")
         rows.set_model_conditions(
             args.model,
@@ -661,8 +625,10 @@ def main(argv: list[str] | None = None) -> None:
         difference = "run of other models or prompts" if others else ""
         trained = "int4" if args.model == REAL_MODEL and not others else "segments"
         setting = {"model": args.model, "trained": trained}
-        rows = open_model_results("refreshing", args, RECORDED_MODELS, difference, setting)
+        at_size = args.model == "pocket" and not others
+        beyond = [] if at_size else [periodic_time, speculative_time, cost_formula]
+        rows = open_results("refreshing", args, RECORDED_MODELS, difference, setting, beyond)
         measure(rows, args)
-        if args.model == "pocket" and not others:
+        if at_size:
             measure_at_size(rows, args.quick)
         report(rows)
