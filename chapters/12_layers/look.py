@@ -28,9 +28,10 @@ def print_forms() -> None:
     with torch.device("meta"):  # shapes alone, no numbers
         attention = LatentAttention(config)
         latents = torch.empty(1, 1, N_READ, R + E)
-        k, v = torch.empty(1, H, N_READ, D + E), torch.empty(1, H, N_READ, D)
+        k, v = torch.empty(1, H, N_READ - 1, D + E), torch.empty(1, H, N_READ - 1, D)
         query, prompt = torch.empty(1, H, 1, D + E), torch.empty(1, H, N_READ, D + E)
         kept = multiplications(F.scaled_dot_product_attention, query, k, v)
+        kept += multiplications(attention.expanded, query, latents[:, :, :1], None)  # its own
         expanded, absorbed = (
             [multiplications(form, q, latents, None) for q in (query, prompt)]
             for form in (attention.expanded, attention.absorbed)
@@ -40,7 +41,9 @@ def print_forms() -> None:
         ("latents are cached and expanded", R + E, *expanded),
         ("latents are cached, absorbed", R + E, *absorbed),
     ]
-    print(f"One layer of DeepSeek-V3's sizes. A step after, and a prompt of, {N_READ:,} tokens:\n")
+    print(
+        f"One layer of DeepSeek-V3's sizes. A step after {N_READ - 1:,} tokens, and a prompt of {N_READ:,}:\n"
+    )
     print(
         table(
             ["", "numbers a token", "multiplications: a step", "the prompt"],

@@ -4,9 +4,9 @@ from chapters.builder.svg import Cell, cells
 
 FULL, WINDOW, LATENT, STATE = (
     ("full", "kept"),
-    ("window", "reused"),
-    ("latent", "new"),
-    ("state", "free"),
+    ("window", "late"),
+    ("latent", "thin"),
+    ("state", "reused"),
 )
 
 
@@ -24,63 +24,54 @@ def layers() -> str:
         ],
         {
             "kept": "keys and values of all tokens",
-            "reused": "of the latest tokens",
-            "new": "one vector a token",
-            "free": "one matrix a head",
+            "late": "of the latest tokens",
+            "thin": "one vector a token",
+            "reused": "one matrix a head",
         },
         width=58,
     )
 
 
 def window() -> str:
-    def numbers(*words: str, kind: str) -> list[Cell]:
+    def numbers(*words: str, kind: str = "") -> list[Cell]:
         return [(word, kind) for word in words]
 
-    hidden = [("", "gone")] * 5
+    hidden = numbers(*[""] * 5)
     return cells(
         "Token 8 in a full layer sees tokens 0 to 8. In a layer with a window of four it sees tokens 5 to 8. A head "
         "that finds nothing there must give them weights that sum to 1, such as .2, .3, .2 and .3. With a learned sink "
         "it gives them .01, .02, .01 and .02, and .94 to the sink, which has no value.",
         [
-            ("", [*numbers(*map(str, range(9)), kind=""), ("", ""), ("sink", "")]),
             ("full: token 8 sees ", numbers(*map(str, range(9)), kind="kept")),
-            ("window of four: it sees ", [*hidden, *numbers("5", "6", "7", "8", kind="kept")]),
-            ("weights without a sink ", [*hidden, *numbers(".2", ".3", ".2", ".3", kind="kept")]),
             (
-                "with a learned sink ",
-                [
-                    *hidden,
-                    *numbers(".01", ".02", ".01", ".02", kind="kept"),
-                    ("", ""),
-                    (".94", "new"),
-                ],
+                "window of four: it sees ",
+                [*hidden, *numbers("5", "6", "7", "8", kind="kept"), ("sink", "free")],
             ),
+            ("weights without a sink ", [*hidden, *numbers(".2", ".3", ".2", ".3")]),
+            ("weights with a sink ", [*hidden, *numbers(".01", ".02", ".01", ".02", ".94")]),
         ],
-        {"kept": "held", "gone": "evicted", "new": "a parameter: nothing is cached for it"},
+        {"kept": "a token's key and value", "free": "a parameter: nothing is cached"},
         width=42,
     )
 
 
 def latent() -> str:
     def head(number: int) -> tuple[str, list[Cell]]:
-        row = [("key 128", "gone", 2), ("64", "reused"), ("", ""), ("value 128", "gone", 2)]
-        return f"head {number}", row
+        row = [("key 128", "free", 2), ("+ the 64", "", 2), ("value 128", "free", 2)]
+        return f"head {number} ", row
 
     return cells(
         "A token in a layer of DeepSeek-V3's. Cached are a latent of 512 numbers and a rotated key of 64. Each of 128 "
         "heads has a key of 128 numbers and a value of 128, made from the latent, and the same rotated key of 64.",
         [
-            ("cached", [("latent 512", "kept", 8), ("64", "reused")]),
+            ("", [("latent", "", 8), ("rotated", "")]),
+            ("", [("512", "kept", 8), ("64", "kept")]),
             head(0),
             head(1),
             ("...", []),
             head(127),
         ],
-        {
-            "kept": "cached",
-            "reused": "cached and rotated, the same for all heads",
-            "gone": "made from the latent, or not at all",
-        },
+        {"kept": "cached", "free": "made from the latent, or not at all"},
         width=48,
     )
 
@@ -122,6 +113,7 @@ def cut() -> str:
         "and drop 5 to 8. A layer with a window of four holds tokens 4 to 8; token 5 would need 2 and 3, too, which are "
         "overwritten. A layer with a state holds one matrix of all nine.",
         [
+            ("back to 5 tokens ", [("to be kept", "", 5), ("to be forgotten", "", 4)]),
             ("full ", every),
             ("latent ", every),
             ("window of four ", ring),

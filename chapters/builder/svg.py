@@ -17,8 +17,9 @@ def cells(
     """Return a picture of rows, each a label and cells; legend says what the kinds mean here.
 
     Kinds: "new", computed now; "kept", in the cache and read; "reused", from elsewhere (another prompt, another model);
-    "gone", evicted, overwritten or forgotten, and crossed out; "free", allocated and empty; "", words only. alt
-    describes the picture to whoever can't see it. Raises ValueError for an unknown kind.
+    "gone", evicted, overwritten or forgotten, and crossed out; "free", allocated and empty, or not cached; "late", kept
+    of the latest tokens; "thin", one short vector of each token is kept; "", words only. alt describes the picture to
+    whoever can't see it. Raises ValueError for an unknown kind.
     """
     return TEMPLATES.get_template("cells.svg").render(
         alt=alt,
