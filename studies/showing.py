@@ -54,6 +54,16 @@ class Layout:
     every: str = ""
 
 
+# Where the names of points stand: above their interval, below it, or to the left. The offsets are in
+# typographic points.
+LABEL = {"textcoords": "offset points", "fontsize": 9}
+SIDES = (
+    ("high", (0, 3), LABEL | {"ha": "center", "va": "bottom"}),
+    ("low", (0, -3), LABEL | {"ha": "center", "va": "top"}),
+    ("y", (-5, 0), LABEL | {"ha": "right", "va": "center"}),
+)
+
+
 class Point(NamedTuple):
     """A point of a curve: x, y with its interval if that is known, and a name for the point."""
 
@@ -176,7 +186,7 @@ def draw_figures(results: Results, folder: Path) -> None:
 def plot_curves(curves: Curves, kinds: dict[str, int], axes: Any) -> None:
     """Plot curves, and name the points of those that join several ways. kinds: a number for each
     kind drawn so far; new kinds are added."""
-    sides = itertools.cycle((above, below, left))
+    sides = itertools.cycle(SIDES)
     for (label, kind), points in curves.items():
         style = line_style(kinds.setdefault(kind, len(kinds)))
         step = max(1, len(points) // 10)  # in a long series only some points have a marker
@@ -188,29 +198,8 @@ def plot_curves(curves: Curves, kinds: dict[str, int], axes: Any) -> None:
             spread = [[p.y - p.low for p in points], [p.high - p.y for p in points]]
             axes.errorbar(x, y, spread, fmt="none", capsize=2, ecolor=style["color"])
         if len(points) > 1 and points[0].name:
-            side = next(sides)
+            bound, offset, alignment = next(sides)
             for point in points:
-                axes.annotate(point.name, color=style["color"], fontsize=9, **side(point))
-
-
-def above(point: Point) -> dict[str, Any]:
-    """Return where the name of a point stands: above its interval."""
-    top = point.high if math.isfinite(point.high) else point.y
-    return beside(point.x, top, (0, 3), ha="center", va="bottom")
-
-
-def below(point: Point) -> dict[str, Any]:
-    """Return where the name of a point stands: below its interval."""
-    bottom = point.low if math.isfinite(point.low) else point.y
-    return beside(point.x, bottom, (0, -3), ha="center", va="top")
-
-
-def left(point: Point) -> dict[str, Any]:
-    """Return where the name of a point stands: to the left of it."""
-    return beside(point.x, point.y, (-5, 0), ha="right", va="center")
-
-
-def beside(x: float, y: float, offset: tuple[int, int], **alignment: str) -> dict[str, Any]:
-    """Return the arguments of axes.annotate() for words at an offset from x, y, in typographic
-    points."""
-    return {"xy": (x, y), "xytext": offset, "textcoords": "offset points"} | alignment
+                end = getattr(point, bound)
+                place = (point.x, end if math.isfinite(end) else point.y)
+                axes.annotate(point.name, place, offset, color=style["color"], **alignment)
