@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from load_gpt2_weights import NAMES, load_model
-from studies.claims import claim_tables, first_words, judge_claims
+from studies.claims import claim_tables, judge_claims
 from studies.results import Results, Setting
 from studies.showing import draw_figures, table_of
 from support.cli import CommandLine
@@ -109,14 +109,15 @@ def open_model_results(
 
 def page_of(results: Results) -> list[str | Table]:
     """Return the claims and the table of a study, for a terminal. A claim that lacks figures is
-    shown by its first words alone."""
+    shown by its plain words alone."""
     parts = []
     if results.no_verdict_reason:
         parts.append(f"A {results.no_verdict_reason}: figures, and no verdict.")
     findings, lacking = judge_claims(results)
-    parts += claim_tables(findings)
+    if findings:
+        parts += claim_tables(findings)
     if lacking:
-        words = "; ".join(map(first_words, lacking))
+        words = "; ".join(claim.plain for claim in lacking)
         parts.append(f"Left out, as figures are missing: {words}.")
     title, table = table_of(results)
     return [*parts, title, table] if table.rows else parts  # a reduced run may fill no line

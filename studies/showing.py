@@ -54,13 +54,10 @@ class Layout:
     every: str = ""
 
 
-# Where the names of points stand: above their interval, below it, or to the left. The offsets are in
-# typographic points.
-LABEL = {"textcoords": "offset points", "fontsize": 9}
-SIDES = (
-    ("high", (0, 3), LABEL | {"ha": "center", "va": "bottom"}),
-    ("low", (0, -3), LABEL | {"ha": "center", "va": "top"}),
-    ("y", (-5, 0), LABEL | {"ha": "right", "va": "center"}),
+SIDES = (  # of a point, where its name stands: beside which bound, at what offset, and aligned how
+    ("high", (0, 3), "center", "bottom"),
+    ("low", (0, -3), "center", "top"),
+    ("y", (-5, 0), "right", "center"),
 )
 
 
@@ -198,8 +195,9 @@ def plot_curves(curves: Curves, kinds: dict[str, int], axes: Any) -> None:
             spread = [[p.y - p.low for p in points], [p.high - p.y for p in points]]
             axes.errorbar(x, y, spread, fmt="none", capsize=2, ecolor=style["color"])
         if len(points) > 1 and points[0].name:
-            bound, offset, alignment = next(sides)
+            bound, offset, ha, va = next(sides)
+            style_of_name = {"color": style["color"], "fontsize": 9, "ha": ha, "va": va}
             for point in points:
                 end = getattr(point, bound)
                 place = (point.x, end if math.isfinite(end) else point.y)
-                axes.annotate(point.name, place, offset, color=style["color"], **alignment)
+                axes.annotate(point.name, place, offset, "data", "offset points", **style_of_name)
