@@ -5,14 +5,22 @@ unless it is called ours. Claims about time are judged at the source's geometry,
 parameters or by counting work; claims about quality with a trained model.
 """
 
-import textwrap
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from string import ascii_lowercase
 
-from studies.judging import ANSWERS, ARITHMETIC, VERDICTS, Claim, Missing
+from studies.judging import (
+    ANSWERS,
+    ARITHMETIC,
+    DOES_NOT_HOLD,
+    NOT_AT_OUR_SIZE,
+    VERDICTS,
+    Claim,
+    Missing,
+)
 from studies.results import Results
 from support.cli import CommandLine
 from support.tables import Table, page
@@ -22,23 +30,29 @@ SOURCES = {  # the studies that test each source's claims
     "BCT": ("bounding", "lengths"),
     "KV recycling": ("recycling", "latency"),
     "CP-KVP": ("projection",),
-    "OverFill and KV refresh": ("refreshing", "speculation"),
+    "OverFill and KV refresh": ("refreshing",),
+    "Exact speculation": ("speculation",),
     "Smaller caches": ("compression",),
 }
 REWORDED = {  # recorded conditions, and how a page words them
     "Intel(R) Xeon(R) Processor": "Intel Xeon",
     "read by 1 at once": "read one token at a time",
+    "smollm2": "SmolLM2",
+    " of paraphrases; a stored prompt has to share the new one's names": " of paraphrases",
+    "; 1 thread;": ";",
+    ", 2 cores": "",
 }
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of a claim: the conditions here, the figures that decide, in words, and the
+    """What was found of a claim: the conditions here, a sentence, all figures in words, and the
     verdict, "" if rows are missing or the run is reduced."""
 
     claim: Claim
     study: str
     ours: str
+    sentence: str
     figure: str
     verdict: str
 
@@ -49,21 +63,24 @@ class Finding:
 
     @property
     def commands(self) -> Sequence[str]:
-        return self.claim.commands or (self.study,)
+        """The commands that measure the study."""
+        return getattr(recorded(self.study).claims, "COMMANDS", (self.study,))
 
 
 def judge_claim(results: Results, claim: Claim) -> Finding:
     """Return what was found of a claim. Raises Missing if figures are missing everywhere."""
     there = results.at(**results.here(claim.at))
     there.place, there.first_conditions = "", {}
-    answer, figure = claim.judge(there)
+    answer, *texts = claim.judge(there)
     verdict = ""
     if answer is not None and not results.no_verdict_reason:
         verdict = VERDICTS[answer]
         if claim.arithmetic:
             verdict = ARITHMETIC.get(verdict, verdict)
+        if claim.their_model and answer == DOES_NOT_HOLD:
+            verdict = NOT_AT_OUR_SIZE
     ours = claim.on or conditions_text(there.first_conditions)
-    return Finding(claim, results.study, ours, figure, verdict)
+    return Finding(claim, results.study, ours, texts[0], texts[-1], verdict)
 
 
 def conditions_text(first_conditions: dict[str, list[str]]) -> str:
@@ -110,66 +127,63 @@ def claims_of_source(source: str) -> list[Finding]:
     return [found for study in SOURCES[source] for found in judge_claims(recorded(study))[0]]
 
 
-def first_words(claim: Claim) -> str:
-    """Return the first words of a claim, in quotation marks if they are its source's."""
-    words = textwrap.shorten(claim.quote, 40, placeholder=" …")
-    return f'"{words}"' if claim.section else words
+def reworded(text: str) -> str:
+    """Return names and conditions, as they were recorded, as a page words them: without dates."""
+    for recorded_words, words in REWORDED.items():
+        text = text.replace(recorded_words, words)
+    return re.sub(r"; \d{4}-\d\d-\d\d", "", text)
 
 
-def lettered_list(letters: dict[str, str]) -> str:
-    """Return recorded conditions, as a page words them, each with its letter."""
-    text = "\n".join(f"- ({letter}) {conditions}" for conditions, letter in letters.items())
-    for recorded, reworded in REWORDED.items():
-        text = text.replace(recorded, reworded)
-    return text
+def measured_on(found: Finding) -> str:
+    """Return the models that a claim was measured on, with their sizes in millions of parameters."""
+    models = {}
+    for name, parameters in re.findall(r"(?:^|[/;:] )([^:;/]+): ([\d,]+) parameters", found.ours):
+        millions = int(parameters.replace(",", "")) / 1e6
+        size = f"{millions:.{int(millions < 1)}f}M"
+        models[name] = name if size in name else f"{name} ({size})"
+    text = ", ".join(models.values()) or found.ours.partition(";")[0]
+    if found.verdict == NOT_AT_OUR_SIZE:
+        text += f"; the source: {found.claim.their_model}"
+    return reworded(text)
+
+
+def cells_of(found: Finding) -> list[str]:
+    """Return a claim in plain words, the verdict, what was found in a sentence, and its models."""
+    return [found.claim.plain, found.answer, reworded(found.sentence), measured_on(found)]
 
 
 def claim_tables(findings: Sequence[Finding]) -> list[str | Table]:
-    """Return a table of the claims and another of our questions, after the conditions of each
-    source and ours, to which the tables refer by letter."""
+    """Return the conditions of each source, a table of what was found, and the same in full: the
+    conditions here, each with a letter, and each claim in its source's words, with all figures."""
     sources = dict.fromkeys(found.claim.source for found in findings if found.claim.section)
-    parts: list[str | Table] = [f"Conditions of {x.title}: {x.theirs}." for x in sources]
-    ours = dict.fromkeys(found.ours for found in findings)
-    letters = dict(zip(ours, ascii_lowercase, strict=False))
-    if letters:
-        parts.append(f"Here:\n\n{lettered_list(letters)}")
-    rows, questions = [], []
-    for found in findings:
-        claim, letter = found.claim, letters[found.ours]
-        finding = ": ".join(filter(None, (found.answer, found.figure)))
+    letters: dict[str, str] = {}  # by the conditions in a place
+    in_short, lines = [], []
+    for number, found in enumerate(findings, 1):
+        plain, *cells = cells_of(found)
+        in_short.append([f"{number}. {plain}", *cells])
+        conditions = reworded(found.ours).split(" / ")
+        for place in conditions:
+            letters.setdefault(place, ascii_lowercase[len(letters)])
+        claim, places = found.claim, ", ".join(letters[place] for place in conditions)
+        words, test = f"Our question ({places})", ""
         if claim.section:
-            stated = f"partly: {claim.partly}" if claim.partly else "yes"
-            rows.append([f'"{claim.quote}" ({claim.section}; {letter})', finding, stated])
-        else:
-            questions.append([f"{claim.quote} ({letter})", finding])
-    if rows:
-        parts.append(Table(["claim", "found here", "tested as stated"], rows, left_aligned=3))
-    if questions:
-        parts.append(Table(["question of ours", "found here"], questions, left_aligned=2))
-    return parts
-
-
-def verdicts_at_a_glance(anchors: dict[str, str] | None = None) -> Table:
-    """Return all verdicts, one line for each claim in plain words, with the commands that test it.
-    anchors: the place on the page at which each source's claims are, to link to."""
-    lines = []
-    for source in SOURCES:
-        lines.append([f"{source}:", "", ""])
-        for found in claims_of_source(source):
-            words = found.claim.plain
-            runs = [f"python3 -m studies.{command}" for command in found.commands]
-            if anchors:
-                words = f"[{words}](#{anchors[source]})"
-                runs = [f"`{run}`" for run in runs]
-            lines.append([words, found.answer, ", ".join(runs)])
-    return Table(["claim", "verdict", "measured by"], lines, left_aligned=3)
+            words = f'"{claim.quote}" ({claim.section}; {places})'
+            test = f" Our test differs: {claim.partly}." if claim.partly else " Tested as stated."
+        lines.append(f"{number}. {words}: {reworded(found.figure)}.{test}")
+    here = [f"- ({letter}) {place}" for place, letter in letters.items()]
+    return [
+        *(f"Conditions of {source.title}: {source.theirs}." for source in sources),
+        Table(["claim", "verdict", "found here", "measured on"], in_short, left_aligned=4),
+        "Here:\n\n" + "\n".join(here),
+        "\n".join(lines),
+    ]
 
 
 def main(argv: list[str] | None = None) -> None:
     with CommandLine(__doc__, "python3 -m studies.claims").parse(argv):
-        print(page([verdicts_at_a_glance()]) + "\n")
         for source in SOURCES:
-            print(f"=== {source}\n\n{page(claim_tables(claims_of_source(source)))}\n")
+            findings = claims_of_source(source)
+            print(f"=== {source}\n\n{page(claim_tables(findings))}\n")
 
 
 if __name__ == "__main__":

@@ -129,7 +129,8 @@ def page_of(results: Results) -> list[str | Table]:
     if results.no_verdict_reason:
         parts.append(f"A {results.no_verdict_reason}: figures, and no verdict.")
     findings, lacking = judge_claims(results)
-    parts += claim_tables(findings)
+    if findings:
+        parts += claim_tables(findings)
     if lacking:
         words = "; ".join(claim.plain for claim in lacking)
         parts.append(f"Left out, as figures are missing: {words}.")

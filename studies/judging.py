@@ -26,6 +26,7 @@ REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 RELATIVE = ("perplexity", "median", "turns")  # compared by ratio, all others by difference
 HOLDS, NOT_SHOWN, DOES_NOT_HOLD = 1, 0, -1
 VERDICTS = {HOLDS: "HOLDS", NOT_SHOWN: "NOT SHOWN", DOES_NOT_HOLD: "DOES NOT HOLD"}
+NOT_AT_OUR_SIZE = "NOT AT OUR SIZE"  # instead of DOES NOT HOLD, of a number for a larger model
 ARITHMETIC = {  # verdicts that no measurement could have changed
     "HOLDS": "TRUE BY ARITHMETIC",
     "DOES NOT HOLD": "FALSE BY ARITHMETIC",
@@ -33,8 +34,6 @@ ARITHMETIC = {  # verdicts that no measurement could have changed
 ANSWERS = {  # to our questions
     "HOLDS": "YES",
     "DOES NOT HOLD": "NO",
-    "TRUE BY ARITHMETIC": "YES, BY ARITHMETIC",
-    "FALSE BY ARITHMETIC": "NO, BY ARITHMETIC",
 }
 
 
@@ -135,9 +134,9 @@ def figure_of(values: np.ndarray, metric: Metric) -> Figure:
     return Figure(value, low, high, metric)
 
 
-Answer = tuple[
-    int | None, str
-]  # None if a figure that decides is missing; and the figures in words
+# An answer, None if a figure that decides is missing; the finding in one sentence; and all figures in
+# words, if these are more.
+Answer = tuple[int | None, str] | tuple[int | None, str, str]
 
 # --- Claims -----------------------------------------------------------------------------------------
 
@@ -152,9 +151,9 @@ class Source:
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim in its source's words and in plain ones, or a question of ours, which has no section;
-    and a function that judges it: given the results, it returns an answer and the figures that
-    decide, in words."""
+    """A claim in its source's words and in plain ones, or a question of ours, in plain words alone;
+    and a function that judges it: given the results, it returns an answer, the finding in one
+    sentence, and all figures in words."""
 
     source: Source
     section: str
@@ -162,10 +161,10 @@ class Claim:
     plain: str
     judge: Callable[[Any], Answer]
     partly: str = ""  # why not all of it is tested as stated
+    their_model: str = ""  # larger than ours, for which the source gives a number
     arithmetic: bool = False  # no measurement could change the verdict
     at: dict[str, Any] = field(default_factory=dict)  # the setting in which figures are looked up
     on: str = ""  # conditions, if they aren't those of the first figure that it looks up
-    commands: Sequence[str] = ()  # that measure it, if not only the study's own
 
 
 def claim(
@@ -175,17 +174,18 @@ def claim(
     return lambda judge: Claim(source, section, quote, plain, judge, **details)
 
 
-def question(quote: str, plain: str, **details: Any) -> Callable[[Callable], Claim]:
+def question(plain: str, **details: Any) -> Callable[[Callable], Claim]:
     """Make a function of the results a question of ours."""
-    return claim(Source("", ""), "", quote, plain, **details)
+    return claim(Source("", ""), "", "", plain, **details)
 
 
 def for_each(
     results: Any, key: str, judge: Callable[[Any], tuple], decide: Callable = min
 ) -> tuple[int | None, ...]:
     """Judge in every place, such as each model: return the worst answer (or the one that `decide`
-    picks), None if a place lacks figures; then each text of the judge, with all places named, those
-    of equal texts together. Raises Missing if all places lack figures."""
+    picks), None if a place lacks figures; the judge's sentence in the first place that has it; then
+    each further text of the judge, with all places named, those of equal texts together. Raises
+    Missing if all places lack figures."""
     said = {}
     for value in results.every[key]:
         try:
@@ -194,7 +194,8 @@ def for_each(
             continue
     if not said:
         raise Missing(f"no figures for any {key}")
-    answers, *columns = zip(*said.values(), strict=True)
+    answers, sentences, *columns = zip(*said.values(), strict=True)
+    worst = decide(answers)
     texts = []
     for column in columns:
         names_of_text: dict[str, list[str]] = {}
@@ -202,4 +203,5 @@ def for_each(
             if text:
                 names_of_text.setdefault(text, []).append(name)
         texts.append("; ".join(f"{', '.join(x)} {text}" for text, x in names_of_text.items()))
-    return (decide(answers) if len(said) == len(results.every[key]) else None, *texts)
+    answer = worst if len(said) == len(results.every[key]) else None
+    return (answer, sentences[answers.index(worst)], *texts)

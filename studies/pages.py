@@ -2,21 +2,14 @@
 
 import itertools
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from studies import replay as replaying
-from studies.claims import (
-    SOURCES,
-    claim_tables,
-    claims_of_source,
-    judge_claim,
-    recorded,
-    verdicts_at_a_glance,
-)
-from studies.judging import ANSWERS, Figure
+from studies.claims import SOURCES, cells_of, claim_tables, claims_of_source, judge_claim
+from studies.claims import recorded as rows  # by the study's name
+from studies.judging import Figure
 from studies.showing import draw_figures, table_of
 from support.files import read_csv, read_json, read_text
 from support.tables import Table, page
@@ -36,9 +29,6 @@ GOALS = (  # of pocket's training: lower limits of shares, upper limits of nats 
 )
 
 
-rows = recorded  # by the study's name
-
-
 def figure(study: str, way: str, metric: str, **setting: Any) -> Figure:
     """Return a study's figure of a way in a setting."""
     return rows(study).figure(way, metric, **setting)
@@ -49,16 +39,6 @@ def change(study: str, way: str, other: str, metric: str, **setting: Any) -> Fig
     return rows(study).change(way, other, metric, **setting)
 
 
-def verdict(study: str, claim: str, **place: str) -> str:
-    """Return the verdict, as in a sentence, on a claim, by its function's name. place: one of those
-    that the claim is judged in, such as mode="greedy", to be judged alone."""
-    judged = rows(study)
-    for key, value in place.items():
-        judged = judged.at_place(key, value)
-    found = judge_claim(judged, getattr(judged.claims, claim))
-    return ANSWERS.get(found.verdict, found.verdict).lower()
-
-
 def record(file: str) -> Any:
     """Return the content of a JSON file; a name with wildcards stands for the last match by
     name."""
@@ -66,22 +46,26 @@ def record(file: str) -> Any:
 
 
 def claims_of(source: str, section: str = "") -> str:
-    """Return the tables of a source's claims, or of those in a section, beside our findings."""
-    chosen = [
-        found for found in claims_of_source(source) if found.claim.section.startswith(section)
+    """Return what was found of a source's claims, or of those in a section: in short, and folded, in
+    the source's words with all figures."""
+    found = [x for x in claims_of_source(source) if x.claim.section.startswith(section)]
+    *in_short, here, in_full = claim_tables(found)
+    runs = dict.fromkeys(command for x in found for command in x.commands)
+    commands = ", ".join(f"`python3 -m studies.{command}`" for command in runs)
+    folded = [
+        "<details><summary>The source's words, all figures, our conditions, and where our test differs"
+        "</summary>",
+        f"Measured by {commands}.",
+        here,
+        in_full,
+        "</details>",
     ]
-    return page(claim_tables(chosen), markdown=True)
+    return page([*in_short, *folded], markdown=True)
 
 
-def glance() -> str:
-    """Return all verdicts, each linked to the section of studies/README.md that has its claim."""
-    anchors, anchor = {}, ""
-    for line in read_text(ROOT / "studies" / "README.md").splitlines():
-        if line.startswith("## "):
-            anchor = re.sub(r"[^\w\- ]", "", line[3:].lower()).replace(" ", "-")
-        if begins := re.match(r'<!-- \{\{ claims\("(.+?)"', line):
-            anchors.setdefault(begins[1], anchor)
-    return page([verdicts_at_a_glance(anchors)], markdown=True)
+def finding(study: str, claim: str) -> str:
+    """Return the cells of a table that say what was found of a claim, by its function's name."""
+    return " | ".join(cells_of(judge_claim(rows(study), getattr(rows(study).claims, claim))))
 
 
 def pocket_goals() -> str:
@@ -142,12 +126,11 @@ FUNCTIONS: dict[str, Callable[..., object]] = {  # what the marks of pages may c
     "change": change,
     "claims": claims_of,
     "figure": figure,
+    "finding": finding,
     "format": format,
     "generations": pocket_goals,
-    "glance": glance,
     "record": record,
     "replay": replay_hit_rates,
     "rows": rows,
     "table": table,
-    "verdict": verdict,
 }

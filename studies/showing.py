@@ -54,6 +54,13 @@ class Layout:
     every: str = ""
 
 
+SIDES = (  # of a point, where its name stands: beside which bound, at what offset, and aligned how
+    ("high", (0, 3), "center", "bottom"),
+    ("low", (0, -3), "center", "top"),
+    ("y", (-5, 0), "right", "center"),
+)
+
+
 class Point(NamedTuple):
     """A point of a curve: x, y with its interval if that is known, and a name for the point."""
 
@@ -176,7 +183,7 @@ def draw_figures(results: Results, folder: Path) -> None:
 def plot_curves(curves: Curves, kinds: dict[str, int], axes: Any) -> None:
     """Plot curves, and name the points of those that join several ways. kinds: a number for each
     kind drawn so far; new kinds are added."""
-    sides = itertools.cycle((above, below, left))
+    sides = itertools.cycle(SIDES)
     for (label, kind), points in curves.items():
         style = line_style(kinds.setdefault(kind, len(kinds)))
         step = max(1, len(points) // 10)  # in a long series only some points have a marker
@@ -188,29 +195,9 @@ def plot_curves(curves: Curves, kinds: dict[str, int], axes: Any) -> None:
             spread = [[p.y - p.low for p in points], [p.high - p.y for p in points]]
             axes.errorbar(x, y, spread, fmt="none", capsize=2, ecolor=style["color"])
         if len(points) > 1 and points[0].name:
-            side = next(sides)
+            bound, offset, ha, va = next(sides)
+            style_of_name = {"color": style["color"], "fontsize": 9, "ha": ha, "va": va}
             for point in points:
-                axes.annotate(point.name, color=style["color"], fontsize=9, **side(point))
-
-
-def above(point: Point) -> dict[str, Any]:
-    """Return where the name of a point stands: above its interval."""
-    top = point.high if math.isfinite(point.high) else point.y
-    return beside(point.x, top, (0, 3), ha="center", va="bottom")
-
-
-def below(point: Point) -> dict[str, Any]:
-    """Return where the name of a point stands: below its interval."""
-    bottom = point.low if math.isfinite(point.low) else point.y
-    return beside(point.x, bottom, (0, -3), ha="center", va="top")
-
-
-def left(point: Point) -> dict[str, Any]:
-    """Return where the name of a point stands: to the left of it."""
-    return beside(point.x, point.y, (-5, 0), ha="right", va="center")
-
-
-def beside(x: float, y: float, offset: tuple[int, int], **alignment: str) -> dict[str, Any]:
-    """Return the arguments of axes.annotate() for words at an offset from x, y, in typographic
-    points."""
-    return {"xy": (x, y), "xytext": offset, "textcoords": "offset points"} | alignment
+                end = getattr(point, bound)
+                place = (point.x, end if math.isfinite(end) else point.y)
+                axes.annotate(point.name, place, offset, "data", "offset points", **style_of_name)

@@ -30,7 +30,9 @@ def table(
             lines.append(f"| {' | '.join(cells)} |")
         return "\n".join(lines)
     if left_aligned >= len(header):
-        return "\n".join([f"{header[0]}:", *(f"  {': '.join(cells)}" for cells in rows)])
+        return "\n".join(
+            [f"{header[0]}:", *(f"  {': '.join(filter(None, cells))}" for cells in rows)]
+        )
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     for row in (header, *rows):
         cells = []

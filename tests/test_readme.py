@@ -1,4 +1,4 @@
-"""README.md and studies/README.md tell the truth: commands, maps and figures."""
+"""README.md and the studies' pages tell the truth: commands, maps and figures."""
 
 import re
 import runpy

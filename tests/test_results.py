@@ -9,7 +9,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from studies.claims import claims_in, judge_claim, judge_claims
+from studies.claims import claims_in, judge_claim, judge_claims, measured_on
 from studies.core import page_of
 from studies.judging import (
     HOLDS,
@@ -50,14 +50,15 @@ class Made(ModuleType):
     )
 
 
-@claim(Source("A paper", "on the moon"), "2", "new is better than old", "Newer", partly="on earth")
+@claim(Source("A paper", "on the moon"), "2", "new beats old", "Newer", their_model="Giant (7B)")
 def newer_is_better(results: Results) -> Answer:
     new, change = results.figure("new", "share"), results.change("new", "old", "share")
     answer = min(change.above(0), new.above(0.5))
-    return answer, f"{new:±} against {results.figure('old', 'share')}: {change:±}"
+    details = f"{new:±} against {results.figure('old', 'share')}: {change:±}"
+    return answer, f"The new way has {new}", details
 
 
-@question("Is it as fast?", "As fast?")
+@question("Is it as fast?")
 def as_fast(results: Results) -> Answer:
     change = results.change("new", "old", "time")
     return change.within(0.05), f"{change:±}"
@@ -160,13 +161,16 @@ def test_a_claim_says_its_figures_and_a_reduced_run_gives_no_verdict(
     theirs, ours = judge_claims(rows)[0]
     assert (theirs.answer, ours.answer) == ("HOLDS", "YES")
     assert theirs.figure.startswith("0.75 (0.65 to 0.85) against 0.25: +0.50")
-    assert theirs.ours == "a machine; today"
+    assert theirs.sentence == "The new way has 0.75" and theirs.ours == "a machine; today"
+    rows.add_values("new", {}, share=[0.0, 0.1, 0.2, 0.1])  # against a number for a larger model
+    refuted = judge_claim(rows, newer_is_better)
+    assert refuted.verdict == "NOT AT OUR SIZE" and "Giant (7B)" in measured_on(refuted)
     quick = Results("made", tmp_path, "reduced run")
     quick.set_conditions("a machine")
     for way, seconds in (("old", 1.0), ("new", 1.0)):
         quick.add_values(way, {}, time=[seconds] * 4)
     printed = page(page_of(quick))
-    assert "Is it as fast? (a): +0.0%" in printed and "YES" not in printed
+    assert "Is it as fast?: +0.0%" in printed and "YES" not in printed
     assert "Left out, as figures are missing: Newer." in printed
 
 
@@ -199,23 +203,24 @@ def test_ways_take_turns_after_one_that_warms_up() -> None:
 def test_a_claim_on_every_size_is_as_good_as_the_worst_or_the_best(rows: Results) -> None:
     def judge(there: Results) -> tuple:
         new = there.figure("new", "share")
-        return new.change(there.figure("old", "share")).above(0), f"{new}"
+        return new.change(there.figure("old", "share")).above(0), there.place, f"{new}"
 
     answers = []
     for small, large in ((0.9, 0.8), (0.9, 0.0), (0.0, 0.0)):
         for size, share in ((1, small), (2, large)):
             rows.add_values("new", {"size": size}, share=[share] * 4)
             rows.add_values("old", {"size": size}, share=[0.1] * 4)
-        answers.append([for_each(rows, "size", judge, decide)[0] for decide in (min, max)])
-    assert answers == [[1, 1], [-1, 1], [-1, -1]]
-    assert for_each(rows, "size", judge)[1] == "1, 2 0.00"
+        answers.append([for_each(rows, "size", judge, decide)[:2] for decide in (min, max)])
+    # each with the sentence of the place that decides
+    assert answers == [[(1, "1"), (1, "1")], [(-1, "2"), (1, "1")], [(-1, "1"), (-1, "1")]]
+    assert for_each(rows, "size", judge)[2] == "1, 2 0.00"
     rows.every["size"] = [1, 3]
-    assert for_each(rows, "size", judge) == (None, "1 0.00")  # size 3 wasn't measured
-    assert for_each(rows.at_place("size", 2), "size", judge) == (-1, "2 0.00")
+    assert for_each(rows, "size", judge) == (None, "1", "1 0.00")  # size 3 wasn't measured
+    assert for_each(rows.at_place("size", 2), "size", judge) == (-1, "2", "2 0.00")
 
 
 def test_conditions_are_those_of_the_first_figure_in_each_place(rows: Results) -> None:
-    @question("Is it large?", "Large?")
+    @question("Is it large?")
     def large(results: Results) -> Answer:
         return for_each(results, "size", lambda there: (HOLDS, f"{there.figure('old', 'share')}"))
 

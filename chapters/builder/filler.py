@@ -44,9 +44,11 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
     **{function.__name__: function for function in OWN},
 }
 ROOMS = {room: ROOT / room for room in ("borrow", "studies", "benchmarks", "pocket")}
+STUDIES = {path.parent.name: path.parent for path in sorted(ROOT.glob("studies/*/README.md"))}
 CHAPTERS = {str(int(folder.name[:2])): folder for folder in chapter_folders([])}
 PAGES = {  # by what `python3 -m chapters.builder` calls them
-    name: folder / "README.md" for name, folder in {"readme": ROOT, **ROOMS, **CHAPTERS}.items()
+    name: folder / "README.md"
+    for name, folder in {"readme": ROOT, **ROOMS, **STUDIES, **CHAPTERS}.items()
 } | {"live": WEIGHTS}
 
 

@@ -26,7 +26,9 @@ PUBLISHED = (
     "[0-9]*/*.svg",
     "live/*",
     "side_by_side/*",
-    "../studies/*/*.png",  # which chapters show
+    "../studies/README.md",
+    "../studies/*/README.md",
+    "../studies/*/*.png",
 )
 
 

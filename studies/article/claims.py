@@ -33,9 +33,11 @@ NAMES = {
 )
 def speed_up(results: Results) -> Answer:
     times = results.figure("all-logits", "time")
-    return times.above(4.5), (
+    return (
+        times.above(4.5),
+        f"Without a cache, 200 tokens take {times:±} times as long",
         f"without a cache {times:±} times as long, "
-        f"{results.figure('no-cache', 'time'):±} without needless logits"
+        f"{results.figure('no-cache', 'time'):±} without needless logits",
     )
 
 
@@ -50,8 +52,11 @@ def same_text(results: Results) -> Answer:
     same, *after_longer = [
         results.figure("growing", "same", **setting) for setting in ({}, *LONGER_PROMPTS)
     ]
-    answer = min(figure.plus(-1).within(0) for figure in (same, *after_longer))
-    return answer, f"{same} of the tokens are the same, after 1,000 others {after_longer[-1]}"
+    return (
+        min(figure.plus(-1).within(0) for figure in (same, *after_longer)),
+        f"With and without a cache, {same} of 200 tokens are the same",
+        f"{same} of the tokens are the same, after 1,000 others {after_longer[-1]}",
+    )
 
 
 @claim(
@@ -66,9 +71,11 @@ def gain_by_length(results: Results) -> Answer:
     short, medium, long = (
         results.figure("no-cache", "time", **setting) for setting in LONGER_PROMPTS
     )
-    return min(medium.change(short).above(0), long.change(medium).above(0)), (
+    return (
+        min(medium.change(short).above(0), long.change(medium).above(0)),
+        f"After 1,000 tokens, a token without a cache takes {long:±} times as long",
         f"without a cache a token takes {short:±} times as long after 128, {medium:±} after 512, "
-        f"{long:±} after 1,000"
+        f"{long:±} after 1,000",
     )
 
 
@@ -83,8 +90,11 @@ def linear_memory(results: Results) -> Answer:
     short, medium, long = (
         results.figure("growing", "each", **setting) for setting in LONGER_PROMPTS
     )
-    answer = min(medium.change(short).within(0), long.change(short).within(0))
-    return answer, f"{short} bytes a token after 128, {long} after 1,000"
+    return (
+        min(medium.change(short).within(0), long.change(short).within(0)),
+        f"After 1,000 tokens, a token takes {long} bytes, as after 128",
+        f"{short} bytes a token after 128, {long} after 1,000",
+    )
 
 
 @claim(
@@ -98,9 +108,11 @@ def preallocation(results: Results) -> Answer:
     short, _, long = (results.at(**setting) for setting in LONGER_PROMPTS)
     time, nbytes = long.figure("preallocated", "time"), long.figure("preallocated", "bytes")
     answer = min(time.below(0.95), nbytes.change(short.figure("preallocated", "bytes")).within(0))
-    return answer, (
+    return (
+        answer,
+        f"After 1,000 tokens, a token takes {time:±} times as long as with torch.cat",
         f"after 1,000 tokens a token takes {time:±} times as long as with torch.cat, after 128 "
-        f"{short.figure('preallocated', 'time'):±}; {nbytes} bytes after both"
+        f"{short.figure('preallocated', 'time'):±}; {nbytes} bytes after both",
     )
 
 
@@ -115,35 +127,39 @@ def preallocation(results: Results) -> Answer:
 )
 def window_keeps_the_last(results: Results) -> Answer:
     wrong = results.figure("token-by-token", "wrong")
-    return wrong.within(0), (
+    return (
+        wrong.within(0),
+        f"Fed one by one, {wrong} of the logits differ from attention to the last 8 tokens",
         f"{wrong} of the logits differ from attention to the last 8 tokens, if tokens are fed one "
-        "by one and positions keep counting"
+        "by one and positions keep counting",
     )
 
 
 @question(
-    "Do the two lines work with a prompt longer than the window, or with several tokens at a time?",
     "Can the article's window read a long prompt, or several tokens at once?",
     at=TWO_LINES,
 )
 def long_prompts_and_chunks(results: Results) -> Answer:
     prompt, chunks = (results.figure(way, "wrong") for way in ("prompt", "chunks"))
-    return min(prompt.within(0), chunks.within(0)), (
+    return (
+        min(prompt.within(0), chunks.within(0)),
+        f"A prompt of 24 tokens, in a window of 8, leaves {prompt} of the next logits wrong",
         f"a prompt of 24 leaves {prompt} of the next logits wrong, chunks of five {chunks}: keys are "
-        "evicted before the queries that still see them have read them"
+        "evicted before the queries that still see them have read them",
     )
 
 
 @question(
-    "Do they work with the article's other way of counting, offset = block.att.cache_k.shape[1]?",
     "Does that window work if its positions are counted by the cache's length?",
     at=TWO_LINES,
 )
 def positions_by_length(results: Results) -> Answer:
     wrong = results.figure("by-length", "wrong")
-    return wrong.within(0), (
+    return (
+        wrong.within(0),
+        f"Counted so, {wrong} of the logits are wrong",
         f"{wrong} of the logits are wrong: once the window is full, every new token is read at "
-        "position 7 or 8"
+        "position 7 or 8",
     )
 
 

@@ -20,6 +20,7 @@ SOURCE = Source(
     "Crawl, RefinedWeb, The Pile; no table of results; lengths, hardware, BLEU's task and"
     " how the memory is read not stated",
 )
+COMMANDS = ("bounding", "bounding --model smollm2", "recall", "pretraining")
 METRICS = (
     metrics("perplexity", perplexity=".2f", long=".2f", text=".1f")
     | metrics(
@@ -56,9 +57,11 @@ NAMES = {
 )
 def bleu_fine_tuned(results: Results) -> Answer:
     lost = results.figure("ours", "lost")
-    return lost.below(3), (
+    return (
+        lost.below(3),
+        f"With a BCT, BLEU is {lost:±} points lower than with full attention",
         f"{results.figure('ours', 'bleu')} against {results.figure('full', 'bleu')} with full "
-        f"attention: {lost:±} points less"
+        f"attention: {lost:±} points less",
     )
 
 
@@ -70,7 +73,6 @@ def bleu_fine_tuned(results: Results) -> Answer:
     partly="a synthetic task, models of two layers; three sizes in three seeds; up to 3 points "
     "worse (ours) is maintained",
     at=LOOKING_UP,
-    commands=("recall",),
 )
 def recall(results: Results) -> Answer:
     change, small, large = (
@@ -78,12 +80,15 @@ def recall(results: Results) -> Answer:
         results.at(slots=4, pairs=8),
         results.at(slots=64, pairs=128),
     )
-    return change.above(-0.03), (
-        f"with half as many slots as keys, over nine models, {results.figure('sum', 'half'):±} of the "
+    half = results.figure("sum", "half")
+    return (
+        change.above(-0.03),
+        f"With half as many slots as keys, a BCT finds {half:±} of the keys",
+        f"with half as many slots as keys, over nine models, {half:±} of the "
         f"keys right, with full attention {results.figure('full', 'half')}: {change:±}. Of 8 keys "
         f"{small.figure('sum', 'right')}, in {small.figure('sum', 'share')} of the growing cache's "
         f"bytes, of 32 {results.figure('sum', 'right')} ({results.figure('sum', 'share')}), of 128 "
-        f"{large.figure('sum', 'right')} ({large.figure('sum', 'share')})"
+        f"{large.figure('sum', 'right')} ({large.figure('sum', 'share')})",
     )
 
 
@@ -100,13 +105,14 @@ def full_attention_is_ahead(results: Results) -> bool:
     partly="small models, one seed, one untuned learning rate. Full attention isn't ahead of the"
     " window, so it lacks training itself, and nothing is decided",
     at={"built": "scratch"},
-    commands=("pretraining",),
 )
 def bleu_from_scratch(results: Results) -> Answer:
     lost = results.figure("sum", "lost")
-    return lost.below(3) if full_attention_is_ahead(results) else NOT_SHOWN, (
+    return (
+        lost.below(3) if full_attention_is_ahead(results) else NOT_SHOWN,
+        f"The BCT's BLEU is {lost:±} points lower than full attention's",
         f"{results.figure('sum', 'bleu')} against {results.figure('full', 'bleu')} with full "
-        f"attention: {lost:±} points less"
+        f"attention: {lost:±} points less",
     )
 
 
@@ -119,65 +125,70 @@ def bleu_from_scratch(results: Results) -> Answer:
     " window, so it lacks training itself, and nothing is decided; up to 3% worse (ours) "
     "is maintained",
     at={"built": "scratch"},
-    commands=("pretraining",),
 )
 def text_quality(results: Results) -> Answer:
     above = results.figure("sum", "above")
-    return above.below(0.03) if full_attention_is_ahead(results) else NOT_SHOWN, (
+    return (
+        above.below(0.03) if full_attention_is_ahead(results) else NOT_SHOWN,
+        f"The source's rule changes full attention's perplexity by {above:±}",
         f"perplexity by the source's rule {results.figure('sum', 'perplexity')}, by full attention "
         f"{results.figure('full', 'perplexity')}: {above:±}; with a window of equal bytes "
-        f"{results.figure('window', 'perplexity')}: {results.figure('window', 'above'):±}"
+        f"{results.figure('window', 'perplexity')}: {results.figure('window', 'above'):±}",
     )
 
 
 @question(
-    "Do the source's algorithm and its text agree on the first token?",
     "Do the paper's algorithm and its text treat the first token alike?",
     on="argument, by algorithm 1 and section 3.2",
 )
 def first_token(_: Results) -> Answer:
-    return DOES_NOT_HOLD, (
+    return (
+        DOES_NOT_HOLD,
+        "At t = 1, algorithm 1 writes nothing, while section 3.2 writes every input",
         "for t = 1, algorithm 1 sets MV_1 to MV_0 and writes nothing; section 3.2 writes every "
-        "input. We write every token; BCTConfig(write_first=False) doesn't write the first"
+        "input. We write every token; BCTConfig(write_first=False) doesn't write the first",
     )
 
 
 @question(
-    "Does a window lose less if its 4 oldest tokens give way to the first 4 of the text?",
     "Does a window work better if it keeps the first 4 tokens of the text?",
     at={"model": "smollm2"},
-    commands=("bounding --model smollm2",),
 )
 def sinks(results: Results) -> Answer:
     def judge(there: Results) -> tuple:
-        return there.change("sinks", "window", "text").below(0), (
+        change = there.change("sinks", "window", "text")
+        return (
+            change.below(0),
+            f"In a window of {there.place} tokens, 4 sinks change perplexity by {change:±}",
             f"{there.figure('sinks', 'text')} with sinks ({there.change('sinks', 'full', 'text'):±}), "
-            f"{there.figure('window', 'text')} without ({there.change('window', 'full', 'text'):±})"
+            f"{there.figure('window', 'text')} without ({there.change('window', 'full', 'text'):±})",
         )
 
-    answer, found = for_each(results, "window", judge)
+    answer, sentence, found = for_each(results, "window", judge)
     pocket = results.at(model="pocket", window=64)
-    return answer, (
+    return (
+        answer,
+        sentence,
         f"perplexity by full attention {results.figure('full', 'text', window=64)}. Within {found}. "
         f"On pocket 4 sinks matter little: 64 tokens cost {pocket.change('sinks', 'full', 'text'):±} "
-        f"with sinks, {pocket.change('window', 'full', 'text'):±} without"
+        f"with sinks, {pocket.change('window', 'full', 'text'):±} without",
     )
 
 
 @question(
-    "With equal slots and training, does our rule recall more pairs than the sum, read either way?",
-    "Does our way of writing to the slots recall more than the paper's sum?",
+    "With equal slots and training, does our rule recall more than the paper's sum?",
     at=LOOKING_UP,
-    commands=("recall",),
 )
 def our_rule(results: Results) -> Answer:
     changes = [results.change("ours", other, "every") for other in ("sum", "sum-mk")]
     many = results.at(slots=256)
-    return min(change.above(0) for change in changes), (
+    return (
+        min(change.above(0) for change in changes),
+        f"Our rule finds more of the keys than the sum, by {changes[0]:±}",
         f"over 4 to 256 keys, 12 models of each, {changes[0]:±} against the sum, {changes[1]:±} "
         f"against the sum read through MK. With 256 slots our rule gets "
         f"{many.figure('ours', 'right')} of 32 keys, the sum {many.figure('sum', 'right')}, through "
-        f"MK {many.figure('sum-mk', 'right')}"
+        f"MK {many.figure('sum-mk', 'right')}",
     )
 
 

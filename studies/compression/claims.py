@@ -15,7 +15,7 @@ KIVI = Source(
     "residual of 32 or 128 tokens; CoQA, TruthfulQA, GSM8K, LongBench",
 )
 SIZES = "SmolLM2 of 135 million parameters, a GPT-2 and a Llama of 3 million"
-BOTH = ("compression", "compression --model smollm2")
+COMMANDS = ("compression", "compression --model smollm2")
 METRICS = (
     metrics("mean", kl=".4f", above="+.1%", facts=".0%")
     | metrics("exact", each=",.0f")
@@ -55,7 +55,7 @@ NAMES = {
     "KIVI can enable Llama, Falcon, and Mistral models to maintain almost the same quality",
     "A cache in 2 bits is almost as good",
     partly=f"{SIZES}; up to 3% of perplexity and 10 points of recall (ours) are almost the same",
-    commands=BOTH,
+    their_model="Llama-2, Falcon, Mistral (7B, 13B), groups of 32 (SmolLM2: a head, 64)",
 )
 def two_bits(results: Results) -> Answer:
     def judge(there: Results) -> tuple:
@@ -63,14 +63,17 @@ def two_bits(results: Results) -> Answer:
         full = there.figure("full", "facts")
         return (
             min(above.below(NO_LOSS), facts.change(full).within(NO_FACTS_LOST)),
+            f"2 bits change the perplexity of {there.place} by {above:±}",
             f"{above:±}",
             f"{there.figure('bits:4', 'above')}",
             f"{facts} ({full} by full attention)",
         )
 
-    answer, two, four, facts = for_each(results, "model", judge)
-    return answer, (
-        f"2 bits raise perplexity by {two}. 4 bits by {four}. Early facts recalled: {facts}"
+    answer, sentence, two, four, facts = for_each(results, "model", judge)
+    return (
+        answer,
+        sentence,
+        (f"2 bits raise perplexity by {two}. 4 bits by {four}. Early facts recalled: {facts}"),
     )
 
 
@@ -81,15 +84,24 @@ def two_bits(results: Results) -> Answer:
     "be quantized per-token",
     "Keys should be rounded by channel, values by token",
     partly=SIZES,
-    commands=BOTH,
 )
 def axes(results: Results) -> Answer:
     def judge(there: Results) -> tuple:
         usual, swapped = there.figure("bits:2", "kl"), there.figure("swapped:2", "kl")
-        return swapped.change(usual).above(0), f"{usual:±}", f"{swapped:±}"
+        change = swapped.change(usual)
+        return (
+            change.above(0),
+            f"The other way round, the KL of {there.place} changes by {change:±} nats",
+            f"{usual:±}",
+            f"{swapped:±}",
+        )
 
-    answer, usual, swapped = for_each(results, "model", judge)
-    return answer, f"at 2 bits the KL to full attention is {usual}. The other way round {swapped}"
+    answer, sentence, usual, swapped = for_each(results, "model", judge)
+    return (
+        answer,
+        sentence,
+        f"at 2 bits the KL to full attention is {usual}. The other way round {swapped}",
+    )
 
 
 @claim(
@@ -102,7 +114,7 @@ def axes(results: Results) -> Answer:
     "six a third, so that 67% of the bytes stay, of SmolLM2's thirty a fifteenth; texts "
     "of 512 tokens, the last 32 always kept; facts of texts in the place of needles; "
     f"{SIZES}; up to 3% of perplexity and 10 points of recall (ours) are no loss",
-    commands=BOTH,
+    their_model="Llama, Gemma (up to 8B)",
 )
 def half_of_the_tokens(results: Results) -> Answer:
     def judge(there: Results) -> tuple:
@@ -110,6 +122,7 @@ def half_of_the_tokens(results: Results) -> Answer:
         full = there.figure("full", "facts")
         return (
             min(above.below(NO_LOSS), facts.change(full).within(NO_FACTS_LOST)),
+            f"Half of the tokens change the perplexity of {there.place} by {above:±}",
             f"{above:±}",
             f"{there.figure('norm:half', 'above')}",
             f"{there.figure('window:half', 'above')}",
@@ -117,18 +130,19 @@ def half_of_the_tokens(results: Results) -> Answer:
             f"{full:±}",
         )
 
-    answer, skipping, everywhere, window, facts, full = for_each(results, "model", judge)
-    return answer, (
+    answer, sentence, *found = for_each(results, "model", judge)
+    skipping, everywhere, window, facts, full = found
+    return (
+        answer,
+        sentence,
         f"half of the tokens, with the first two layers kept whole, raise perplexity by {skipping}. "
         f"In all layers by {everywhere}. A window of as many by {window}. Early facts recalled: "
-        f"{facts}. By full attention {full}"
+        f"{facts}. By full attention {full}",
     )
 
 
 @question(
-    "Is it better to keep a quarter of the tokens, or all of them in 4 bits?",
     "Are all tokens in 4 bits better than a quarter of the tokens?",
-    commands=BOTH,
 )
 def bits_or_tokens(results: Results) -> Answer:
     def judge(there: Results) -> tuple:
@@ -136,29 +150,35 @@ def bits_or_tokens(results: Results) -> Answer:
         for quarter in ("window:quarter", "sinks:quarter", "norm:quarter"):
             answers.append(there.change("bits:4", quarter, "kl").below(0))
             answers.append(there.change("bits:4", quarter, "facts").above(0))
-        return min(answers), (
-            f"{there.figure('bits:4', 'kl'):±} in {there.figure('bits:4', 'each')} bytes a token (a "
+        kl = there.figure("bits:4", "kl")
+        return (
+            min(answers),
+            f"All tokens in 4 bits have a KL of {kl:±} nats on {there.place}",
+            f"{kl:±} in {there.figure('bits:4', 'each')} bytes a token (a "
             f"quarter in {there.figure('window:quarter', 'each')}: "
             f"{there.figure('sinks:quarter', 'kl')} with sinks, {there.figure('window:quarter', 'kl')} "
-            f"with a window, {there.figure('norm:quarter', 'kl')} by small norm)"
+            f"with a window, {there.figure('norm:quarter', 'kl')} by small norm)",
         )
 
-    answer, found = for_each(results, "model", judge)
-    return answer, f"all of them: KL {found}"
+    answer, sentence, found = for_each(results, "model", judge)
+    return answer, sentence, f"all of them: KL {found}"
 
 
 @question(
-    "Are tokens of small norm better to keep than tokens by chance, the first 4 among them?",
     "Are tokens with short keys better to keep than random ones and the first 4?",
-    commands=BOTH,
 )
 def small_norms(results: Results) -> Answer:
     def judge(there: Results) -> tuple:
         norm, chance = there.figure("norm:half", "kl"), there.figure("chance:half", "kl")
-        return norm.change(chance).below(0), f"{norm:±} by small norm, {chance:±} by chance"
+        change = norm.change(chance)
+        return (
+            change.below(0),
+            f"Small norms instead of chance change the KL of {there.place} by {change:±} nats",
+            f"{norm:±} by small norm, {chance:±} by chance",
+        )
 
-    answer, found = for_each(results, "model", judge)
-    return answer, f"half of the tokens: KL {found}"
+    answer, sentence, found = for_each(results, "model", judge)
+    return answer, sentence, f"half of the tokens: KL {found}"
 
 
 TABLE = Layout(
@@ -200,25 +220,25 @@ TABLE = Layout(
         *columns("124M", {"ms a token": "ms"}, model="124M"),
     ],
 )
+BY_BYTES = {
+    "at": {"model": "smollm2"},
+    "x": "each",
+    "xlabel": "bytes a token of a text of 512",
+    "legend": {"4 sinks and a window": "4 sinks and a window, a quarter"},
+}
 FIGURES = {
-    "kl_by_bytes": {
+    "kl_by_bytes": BY_BYTES
+    | {
         "title": "SmolLM2: bytes of a cache, and what they cost",
-        "at": {"model": "smollm2"},
-        "x": "each",
         "y": "kl",
-        "xlabel": "bytes a token of a text of 512",
         "ylabel": "KL to full attention, nats",
-        "legend": {"4 sinks and a window": "4 sinks and a window, a quarter"},
         "ways": ["norm:(?!skip).*", "(?!full|pre|swapped|norm:skip|grouped|bct).*"],
     },
-    "facts_by_bytes": {
+    "facts_by_bytes": BY_BYTES
+    | {
         "title": "SmolLM2: bytes of a cache, and facts of a text",
-        "at": {"model": "smollm2"},
-        "x": "each",
         "y": "facts",
-        "xlabel": "bytes a token of a text of 512",
         "ylabel": "share recalled",
-        "legend": {"4 sinks and a window": "4 sinks and a window, a quarter"},
         "ways": ["full", "window.*", "(?!pre|swapped|norm:skip|grouped|bct).*"],
     },
 }

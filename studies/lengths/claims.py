@@ -25,8 +25,10 @@ NAMES = {
 def constant_speed(results: Results) -> Answer:
     earlier, later = (results.figure("bct:2048", "tps", after=n) for n in (4000, 16000))
     change = later.change(earlier)
-    return change.within(0.05), (
-        f"{earlier} tokens/s after 4,000 tokens, {later} after 16,000: {change:±}"
+    return (
+        change.within(0.05),
+        f"From 4,000 to 16,000 tokens, BCT's speed changes by {change:±}",
+        (f"{earlier} tokens/s after 4,000 tokens, {later} after 16,000: {change:±}"),
     )
 
 
@@ -40,8 +42,10 @@ def constant_speed(results: Results) -> Answer:
 )
 def constant_memory(results: Results) -> Answer:
     earlier, later = (results.figure("bct:2048", "mb", after=n) for n in (4000, 16000))
-    return earlier.change(later).within(0), (
-        f"{earlier} MB after 4,000 and {later} MB after 16,000 tokens"
+    return (
+        earlier.change(later).within(0),
+        f"After 16,000 tokens, the memory is {later} MB, as after 4,000",
+        (f"{earlier} MB after 4,000 and {later} MB after 16,000 tokens"),
     )
 
 
@@ -58,9 +62,11 @@ def lower_memory(results: Results) -> Answer:
     early, earlier, later = (
         results.figure("bct:2048", "share", after=n) for n in (1000, 4000, 16000)
     )
-    return min(earlier.below(1), later.below(1)), (
+    return (
+        min(earlier.below(1), later.below(1)),
+        f"After 16,000 tokens, a BCT takes {later} of the growing cache's bytes",
         f"{earlier} of the growing cache's bytes after 4,000 tokens, {later} after 16,000; {early} "
-        "after 1,000"
+        "after 1,000",
     )
 
 
@@ -78,11 +84,12 @@ def throughput(results: Results) -> Answer:
     growing, preallocated = (
         results.figure("bct:2048", "faster", than=other) for other in ("growing", "preallocated")
     )
-    answer = min(growing.above(1.05), preallocated.above(1.05)) if texts > 1 else NOT_SHOWN
-    return answer, (
+    return (
+        min(growing.above(1.05), preallocated.above(1.05)) if texts > 1 else NOT_SHOWN,
+        f"One text is decoded {preallocated:±} times as fast as with a preallocated cache",
         f"decoding {texts} text, after 16,000 tokens {growing:±} times as fast as the growing cache, "
         f"{preallocated:±} times as a preallocated one; with 24 slots "
-        f"{results.figure('bct:24', 'faster', than='preallocated'):±} times as that"
+        f"{results.figure('bct:24', 'faster', than='preallocated'):±} times as that",
     )
 
 

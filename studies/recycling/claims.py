@@ -10,6 +10,7 @@ SOURCE = Source(
     "1,024); 10 stored and 6 test prompts, 100 new tokens, greedy, one at a time; Tesla "
     "T4, transformers 4.45.2; all baselines first, no warm-up or repeats mentioned",
 )
+COMMANDS = ("recycling --model 355M", "recycling --model smollm2")
 METRICS = metrics(
     "mean",
     first=".3g",
@@ -31,6 +32,7 @@ METRICS = metrics(
     spared=",.0f",
 )
 USUAL = {"model": "pocket", "order": "interleaved", "store": "own"}
+SMOLLM2, SOURCE_SIZE = {"model": "smollm2"}, {"model": "355M"}
 NAMES = {}
 WAYS = ("cold", "recycled", "published")
 
@@ -43,18 +45,19 @@ WAYS = ("cold", "recycled", "published")
     partly="random weights, another processor, four of six prompts rebuilt; the source's call in"
     " its order decides",
     at={"model": "355M", "order": "source"},
-    commands=("recycling --model 355M",),
 )
 def latency(results: Results) -> Answer:
     saved = results.figure("published", "saved")
     one, two, five, ten = (
         results.figure("published", "saved", tokens=tokens) for tokens in (1, 2, 5, 10)
     )
-    return saved.above(0.3), (
+    return (
+        saved.above(0.3),
+        f"The paper's call saves {saved:±} of the time",
         f"saved to the last token: the published call {saved:±}, all of the shared prefix "
         f"{results.figure('recycled', 'saved'):±}. Of shorter answers, by arithmetic from the first "
         f"token and the cold run's mean step, the call would save {one} (one token), {two} (two), "
-        f"{five} (five), {ten} (ten)"
+        f"{five} (five), {ten} (ten)",
     )
 
 
@@ -65,18 +68,19 @@ def latency(results: Results) -> Answer:
     "With a stored prefix, prompts take no longer",
     partly="random weights, another processor, four of six prompts rebuilt; judged by the mean "
     "over prompts; up to 1% (ours) is noise",
-    at={"model": "355M"},
-    commands=("recycling --model 355M",),
+    at=SOURCE_SIZE,
 )
 def never_slower(results: Results) -> Answer:
     source, interleaved = results.at(order="source"), results
     saved = [there.figure("published", "saved") for there in (source, interleaved)]
-    return min(share.above(-0.01) for share in saved), (
+    return (
+        min(share.above(-0.01) for share in saved),
+        f"With runs interleaved, the paper's call saves {saved[1]:±} of the time",
         f"the published call saves {saved[0]:±} in the source's order, {saved[1]:±} interleaved; its "
         f"slowest prompt takes {source.figure('published', 'slowest')} and "
         f"{interleaved.figure('published', 'slowest')} times as long as cold. Where all of the rest "
         f"is read, {source.figure('recycled', 'saved'):±} and "
-        f"{interleaved.figure('recycled', 'saved'):±}"
+        f"{interleaved.figure('recycled', 'saved'):±}",
     )
 
 
@@ -87,16 +91,17 @@ def never_slower(results: Results) -> Answer:
     "observed for moderate prefix reuse",
     "The gain is 1.2 to 1.5 times the share that is stored",
     partly="random weights, another processor, four of six prompts rebuilt",
-    at={"model": "355M"},
-    commands=("recycling --model 355M",),
+    at=SOURCE_SIZE,
 )
 def alpha(results: Results) -> Answer:
     published = results.figure("published", "alpha")
-    return min(published.above(1.2), published.below(1.5)), (
+    return (
+        min(published.above(1.2), published.below(1.5)),
+        f"The paper's call has a ratio, alpha, of {published:±}",
         f"alpha: published {published:±}, recycled {results.figure('recycled', 'alpha'):±}, for the "
         f"first token {results.figure('recycled', 'alpha_first')}; k/m is "
         f"{results.figure('recycled', 'depth')} here. The source's two ranges fit each other for k/m "
-        "of 0.2 to 0.4"
+        "of 0.2 to 0.4",
     )
 
 
@@ -108,13 +113,14 @@ def alpha(results: Results) -> Answer:
     partly="random weights, another processor, four of six prompts rebuilt",
     arithmetic=True,
     at={"model": "355M", "store": "other"},
-    commands=("recycling --model 355M",),
 )
 def no_overlap(results: Results) -> Answer:
     cold, recycled, published = (results.figure(way, "answers") for way in WAYS)
-    return min(recycled.change(cold).within(0), published.change(cold).within(0)), (
+    return (
+        min(recycled.change(cold).within(0), published.change(cold).within(0)),
+        f"Of {cold} answers, {recycled} are the cold run's, token for token",
         f"{recycled} recycled and {published} published of {cold} answers are the cold run's; saved "
-        f"{results.figure('recycled', 'saved'):±}"
+        f"{results.figure('recycled', 'saved'):±}",
     )
 
 
@@ -124,15 +130,16 @@ def no_overlap(results: Results) -> Answer:
     "should represent the same attention context, and therefore remain valid",
     "A stored cache is as good as a new one",
     partly="another model, asked in its chat form",
-    at={"model": "smollm2"},
-    commands=("recycling --model smollm2",),
+    at=SMOLLM2,
 )
 def valid_context(results: Results) -> Answer:
     cold, recycled, _ = (results.figure(way, "answers") for way in WAYS)
-    return recycled.change(cold).within(0), (
+    return (
+        recycled.change(cold).within(0),
+        f"With all of the rest read, {recycled} of {cold} answers are the cold run's",
         f"reused at their positions, with all other tokens read after them: {recycled} of {cold} "
         "answers are the cold run's, token for token (pocket: "
-        f"{results.figure('recycled', 'answers', model='pocket')})"
+        f"{results.figure('recycled', 'answers', model='pocket')})",
     )
 
 
@@ -143,15 +150,16 @@ def valid_context(results: Results) -> Answer:
     "Tokens that are stored can be left out of the call",
     partly="another model, asked in its chat form; what transformers 4.45.2 feeds, checked "
     "against a recorded call of it",
-    at={"model": "smollm2"},
-    commands=("recycling --model smollm2",),
+    at=SMOLLM2,
 )
 def omitted_tokens(results: Results) -> Answer:
     cold, _, published = (results.figure(way, "answers") for way in WAYS)
-    return published.change(cold).within(0), (
+    return (
+        published.change(cold).within(0),
+        f"By the paper's call, {published} of {cold} answers are the cold run's",
         f"with that call {published} of {cold} answers are the cold run's: it skips tokens of the "
         "prompt and restarts positions (pocket: "
-        f"{results.figure('published', 'answers', model='pocket')})"
+        f"{results.figure('published', 'answers', model='pocket')})",
     )
 
 
@@ -161,14 +169,16 @@ def omitted_tokens(results: Results) -> Answer:
     "The average cosine similarity between output embeddings was 0.66–0.82",
     "The answers' similarity to the usual ones is 0.66 to 0.82",
     partly="another model, four of six prompts rebuilt",
-    at={"model": "smollm2"},
-    commands=("recycling --model smollm2",),
+    their_model="DialoGPT-medium (345M)",
+    at=SMOLLM2,
 )
 def similarity(results: Results) -> Answer:
     published = results.figure("published", "similarity")
-    return min(published.above(0.66), published.below(0.82)), (
+    return (
+        min(published.above(0.66), published.below(0.82)),
+        f"The answers by the paper's call have a similarity of {published:±}",
         f"with the published call {published:±} (pocket: "
-        f"{results.figure('published', 'similarity', model='pocket')})"
+        f"{results.figure('published', 'similarity', model='pocket')})",
     )
 
 
@@ -178,14 +188,15 @@ def similarity(results: Results) -> Answer:
     'near identical responses" and "no material degradation in output semantics',
     "The answers stay nearly the same",
     partly="another model; cosines of embeddings; 90% of the way is our threshold",
-    at={"model": "smollm2"},
-    commands=("recycling --model smollm2",),
+    at=SMOLLM2,
 )
 def near_identical(results: Results) -> Answer:
     near = results.figure("published", "near")
-    return near.above(0.9), (
+    return (
+        near.above(0.9),
+        f"From other prompts' answers to the cold run's, they come {near:±} of the way",
         f"the published call's answers are {near:±} of the way from the answers to other prompts "
-        f"(similarity {results.figure('others', 'similarity')}) to the cold run's (1)"
+        f"(similarity {results.figure('others', 'similarity')}) to the cold run's (1)",
     )
 
 
@@ -197,14 +208,17 @@ def near_identical(results: Results) -> Answer:
     "Stored caches extend the context that a model can use",
     partly="another model; where all tokens are read",
     arithmetic=True,
-    at={"model": "smollm2"},
-    commands=("recycling --model smollm2",),
+    at=SMOLLM2,
 )
 def usable_context(results: Results) -> Answer:
     spared = results.figure("recycled", "spared")
-    return spared.above(0.5), (  # one position is enough
-        f"prompts and answers take {results.figure('recycled', 'positions')} positions if recycled, "
-        f"{results.figure('cold', 'positions')} if not"
+    return (
+        spared.above(0.5),
+        f"A recycled run spares {spared} positions",
+        (  # one position is enough
+            f"prompts and answers take {results.figure('recycled', 'positions')} positions if recycled, "
+            f"{results.figure('cold', 'positions')} if not"
+        ),
     )
 
 

@@ -10,7 +10,7 @@ SOURCE = Source(
     "tokens; no intervals, hardware or temperature stated; its first table has OverFill "
     "at a perplexity of 4.96, its second at 1.88",
 )
-BOTH = ("refreshing", "refreshing --teacher smollm2")
+COMMANDS = ("refreshing", "refreshing --teacher smollm2")
 METRICS = (
     metrics("perplexity", perplexity=".2f")
     | metrics(
@@ -51,7 +51,6 @@ NAMES = {"none": "OverFill"}
     partly="small models; twins instead of a pruned student for SmolLM2; 192 and 1,000 tokens "
     "instead of 1,200; the source states no temperature, and its listing takes the "
     "likeliest token: it has to show both sampled and greedy",
-    commands=BOTH,
 )
 def order_of_quality(results: Results) -> Answer:
     def judge(there: Results) -> tuple:
@@ -60,22 +59,25 @@ def order_of_quality(results: Results) -> Answer:
             pair = there.at(**setting)
             levels = [pair.figure(way, "perplexity") for way in ("teacher", "none", "student")]
             answers.append(pair.change("teacher", "none", "perplexity").below(0))
-            answers.append(pair.change("none", "student", "perplexity").below(0))
             change = pair.change("none", "student", "perplexity")
+            answers.append(change.below(0))
             texts.append((", ".join(map(str, levels)), change))
         (real, real_change), (pocket, pocket_change) = texts
         int3 = there.at(model="smollm2", trained="int3")
         return (
             min(answers),
+            f"In {there.place} texts, OverFill changes the perplexity of SmolLM2 in 4 bits by {real_change:±}",
             f"{real}: OverFill {real_change:±} against the same student alone",
             f"{int3.figure('none', 'perplexity')} and {int3.figure('student', 'perplexity')}",
             f"{pocket}: {pocket_change:±}",
         )
 
-    answer, real, int3, pocket = for_each(results, "mode", judge)
-    return answer, (
+    answer, sentence, real, int3, pocket = for_each(results, "mode", judge)
+    return (
+        answer,
+        sentence,
         f"SmolLM2 and its twin of 4 bits, perplexity {real}. Its twin of 3 bits {int3}. Pocket and its "
-        f"student, 200 texts {pocket}"
+        f"student, 200 texts {pocket}",
     )
 
 
@@ -85,7 +87,6 @@ def order_of_quality(results: Results) -> Answer:
     "0 (No Refresh) 1.88 … 256 1.86 … 128 1.81 … 64 1.71",
     "The more often the cache is refreshed, the better the text",
     partly="small models, 1,000 tokens instead of 1,200",
-    commands=BOTH,
 )
 def periodic_quality(results: Results) -> Answer:
     steps = (
@@ -96,13 +97,18 @@ def periodic_quality(results: Results) -> Answer:
     changes = [results.change(way, before, "perplexity") for way, before in steps]
     levels = [results.figure(way, "perplexity") for way in ("none", *(way for way, _ in steps))]
     twin = results.at(**TWIN)
-    return min(change.below(0) for change in changes), (
+    sentence = (
+        f"Every 128 tokens instead of every 256, refreshes change perplexity by {changes[1]:±}"
+    )
+    return (
+        min(change.below(0) for change in changes),
+        sentence,
         f"perplexity {', '.join(map(str, levels))}; each against the one before "
         f"{', '.join(f'{change:±}' for change in changes)}. SmolLM2's twin: "
         f"{twin.figure('none', 'perplexity')}, every 64 {twin.figure('periodic:64', 'perplexity')} "
         f"({twin.change('periodic:64', 'none', 'perplexity'):±}), every 16 "
         f"{twin.figure('periodic:16', 'perplexity')} "
-        f"({twin.change('periodic:16', 'none', 'perplexity'):±})"
+        f"({twin.change('periodic:16', 'none', 'perplexity'):±})",
     )
 
 
@@ -116,10 +122,12 @@ def periodic_quality(results: Results) -> Answer:
 def entropy_gates(results: Results) -> Answer:
     change = results.change("entropy~2.5", "periodic:64", "perplexity")
     helps = results.change("periodic:64", "none", "perplexity").below(0)
-    return min(change.below(NOISE), helps), (
+    return (
+        min(change.below(NOISE), helps),
+        f"Against a refresh every 64 tokens, perplexity changes by {change:±}",
         f"{results.figure('entropy~2.5', 'perplexity')}, {change:±} against "
         f"{results.figure('periodic:64', 'perplexity')}; the source's three gates have 1.70, 2.19 and "
-        "2.27, its T = 64 has 1.71"
+        "2.27, its T = 64 has 1.71",
     )
 
 
@@ -133,10 +141,12 @@ def entropy_gates(results: Results) -> Answer:
 )
 def on_demand(results: Results) -> Answer:
     change = results.change("entropy~7.8", "periodic:128", "perplexity")
-    return change.below(0), (
+    return (
+        change.below(0),
+        f"Against a refresh every 128 tokens, perplexity changes by {change:±}",
         f"perplexity by entropy {change:±} against every 128 tokens, at "
         f"{results.figure('entropy~7.8', 'refreshes')} and "
-        f"{results.figure('periodic:128', 'refreshes')} refreshes a text"
+        f"{results.figure('periodic:128', 'refreshes')} refreshes a text",
     )
 
 
@@ -147,17 +157,18 @@ def on_demand(results: Results) -> Answer:
     "A refresh after every 8 tokens improves the text",
     partly='small models, 1,000 tokens instead of 1,200; the source has "Only preliminary '
     'results over 1 run of k"',
-    commands=BOTH,
 )
 def speculative_quality(results: Results) -> Answer:
     twin = results.at(**TWIN)
-    twin_change, change = (
-        there.change("speculative:8", "none", "perplexity") for there in (twin, results)
+    change, twin_change = (
+        there.change("speculative:8", "none", "perplexity") for there in (results, twin)
     )
-    return min(twin_change.below(0), change.below(0)), (
+    return (
+        min(twin_change.below(0), change.below(0)),
+        f"The perplexity of pocket's student changes by {change:±}",
         f"perplexity {twin.figure('speculative:8', 'perplexity')}, {twin_change:±} against none, by "
         f"SmolLM2's twin; {results.figure('speculative:8', 'perplexity')}, {change:±}, by pocket's "
-        "student"
+        "student",
     )
 
 
@@ -173,7 +184,9 @@ def periodic_time(results: Results) -> Answer:
     claimed = {256: 0.007, 128: 0.02, 64: 0.039}
     changes = {every: results.change(f"periodic:{every}", "none", "time") for every in claimed}
     answer = min(changes[every].below(share + NOISE) for every, share in claimed.items())
-    return answer, ", ".join(f"every {every} {change:±}" for every, change in changes.items())
+    sentence = f"A refresh every 64 tokens changes the time by {changes[64]:±}"
+    found = ", ".join(f"every {every} {change:±}" for every, change in changes.items())
+    return answer, sentence, found
 
 
 @claim(
@@ -192,17 +205,15 @@ def speculative_time(results: Results) -> Answer:
         results.figure(way, "time", by="source").change(overfill)
         for way in ("speculative:8", "periodic:64")
     )
-    ours, theirs = (
-        "{}, {} and {}".format(*figures)
-        for figures in (
-            [results.figure(way, "tps") for way in SOURCE_TPS],
-            [f"{tps:.3g}" for tps in SOURCE_TPS.values()],
-        )
-    )
-    return min(change.below(limit), least.below(limit)), (
+    ours = [results.figure(way, "tps") for way in SOURCE_TPS]
+    teacher, overfill_tps, student = SOURCE_TPS.values()
+    return (
+        min(change.below(limit), least.below(limit)),
+        f"A refresh after every 8 tokens changes the time by {change:±}",
         f"{change:±}. By the source's own tokens/s at least {least:±}, as one pass of its teacher a "
         f"burst is no shorter than one over a single token (every 64 tokens {least_64:±}). Teacher, "
-        f"OverFill and student decode {ours} tokens/s, the source's {theirs}"
+        f"OverFill and student decode {ours[0]}, {ours[1]} and {ours[2]} tokens/s, the source's "
+        f"{teacher:.3g}, {overfill_tps:.3g} and {student:.3g}",
     )
 
 
@@ -223,7 +234,11 @@ def cost_formula(results: Results) -> Answer:
         answers.append(measured.change(predicted).within(NOISE))
         texts.append(f"{words} {measured} and {predicted}")
     found = ", ".join(texts)
-    return min(answers), f"times OverFill's time, measured and by the formula: {found}"
+    return (
+        min(answers),
+        f"With bursts of 8, a text takes {measured} times OverFill's time, by the formula {predicted}",
+        f"times OverFill's time, measured and by the formula: {found}",
+    )
 
 
 @claim(
@@ -236,9 +251,14 @@ def cost_formula(results: Results) -> Answer:
 )
 def variational_lens(results: Results) -> Answer:
     left, said, true = (results.figure(side, "nats") for side in ("left", "said", "true"))
-    return left.change(said).within(0), (
+    sentence = (
+        f"Of texts by the small model, the left side is {left} nats, and the right one {said}"
+    )
+    return (
+        left.change(said).within(0),
+        sentence,
         f"for texts that the student writes, left {left} nats, right {said}; the correct right side, "
-        f"KL(q∥p) + H[q], is {true}"
+        f"KL(q∥p) + H[q], is {true}",
     )
 
 
@@ -256,37 +276,47 @@ def dropout_trigger(results: Results) -> Answer:
     in_phase = {signal: len({*phase}.intersection(steps)) for signal, steps in fires.items()}
     is_so = in_phase["variance"] == 0 and in_phase["entropy"] > 0
     answer = HOLDS if is_so else DOES_NOT_HOLD
-    return answer, (
+    sentence = (
+        f"In the ambiguous phase, the source's run fires {in_phase['variance']} time by variance, and "
+        f"{in_phase['entropy']} by entropy"
+    )
+    return (
+        answer,
+        sentence,
         "it prints that variance fires at 112, 144, 176 and 336, entropy at 320: "
         f"{in_phase['variance']} and {in_phase['entropy']} of these "
         "lie in the phase, 250 to 350. The tokens where our models differ most are told by U(t) "
         f"with an area under ROC of {results.figure('dropout', 'area', trained='dropout'):±}, by "
-        f"entropy with {results.figure('entropy', 'area', trained='dropout'):±}"
+        f"entropy with {results.figure('entropy', 'area', trained='dropout'):±}",
     )
 
 
 @question(
-    "Does OverFill write better than a student trained as long for writing alone?",
-    "Does OverFill write better than a small model that was trained to write alone?",
+    "Does OverFill write better than a small model that was trained as long to write alone?",
 )
 def rival_trained_alone(results: Results) -> Answer:
     overfill = results.figure("none", "perplexity")
     rival = results.figure("student", "perplexity", trained="alone")
     change = overfill.change(rival)
-    return change.below(0), f"perplexity {overfill} and {rival}: {change:±}"
+    return (
+        change.below(0),
+        f"Against that model, OverFill changes perplexity by {change:±}",
+        f"perplexity {overfill} and {rival}: {change:±}",
+    )
 
 
 @question(
-    "Do the source's listings write as its formulas do?",
     "Does the published code write as well as the published formulas?",
 )
 def published_listings(results: Results) -> Answer:
     every_64 = results.change("published:64", "periodic:64", "perplexity")
     bursts = results.change("published:8", "speculative:8", "perplexity")
-    return min(every_64.below(NOISE), bursts.below(NOISE)), (
+    return (
+        min(every_64.below(NOISE), bursts.below(NOISE)),
+        f"Refreshed every 64 tokens, the code changes perplexity by {every_64:±}",
         f"perplexity every 64 {every_64:±}, every 8 {bursts:±}. One listing feeds the prompt's last "
         "token again; the other begins from an empty list, and splices entries of a token that the "
-        "student hasn't read. We ran the first one's start and the second one's refresh"
+        "student hasn't read. We ran the first one's start and the second one's refresh",
     )
 
 

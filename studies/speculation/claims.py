@@ -4,6 +4,7 @@ from studies.judging import Answer, metrics, question
 from studies.results import Results
 from studies.showing import Layout, columns
 
+COMMANDS = ("speculation", "speculation --model smollm2")
 METRICS = (
     metrics("perplexity", perplexity=".2f")
     | metrics("mean", passes=".0f", kept=".0%", same=".0%", repeated=".0%")
@@ -23,7 +24,6 @@ NAMES = {
 
 
 @question(
-    "Is a refreshed text better, at as many passes of the teacher, than exact speculation?",
     "Do refreshes beat speculation that takes as many passes of the large model?",
 )
 def refresh_or_speculation(results: Results) -> Answer:
@@ -31,26 +31,29 @@ def refresh_or_speculation(results: Results) -> Answer:
         f"{results.figure(way, 'perplexity'):±} for {results.figure(way, 'passes')}"
         for way in ("speculative:4", "exact:4", "exact:8")
     )
-    return results.change("speculative:4", "exact:4", "perplexity").below(0), (
+    change = results.change("speculative:4", "exact:4", "perplexity")
+    return (
+        change.below(0),
+        f"Refreshes every 4 tokens change exact speculation's perplexity by {change:±}",
         f"a refresh every 4 tokens has a perplexity of {refreshed} passes in 1,000 tokens, exact "
         f"drafts of 4 have {exact}, of 8 {longer}. The teacher alone writes "
         f"{results.figure('teacher', 'tps')} tokens/s, with drafts of 8 "
-        f"{results.figure('exact:8', 'tps')}: drafts save time only where they cost much less"
+        f"{results.figure('exact:8', 'tps')}: drafts save time only where they cost much less",
     )
 
 
 @question(
-    "Do drafts that are copied from the text save time where a text is written again?",
     "Do drafts copied from the text save time where a text is written again?",
     at={"model": "smollm2", "mode": "greedy", "task": "rewrite"},
-    commands=("speculation --model smollm2",),
 )
 def copied_drafts(results: Results) -> Answer:
     taken, on_open = (results.figure("text:8", "taken", task=task) for task in ("rewrite", "open"))
-    return taken.below(0.95), (
+    return (
+        taken.below(0.95),
+        f"Copied drafts take {taken:±} of the time of the large model alone",
         f"{taken:±} of the time of the teacher alone, {results.figure('text:8', 'kept')} of the drafts "
         f"stay; on open tasks {on_open:±} and {results.figure('text:8', 'kept', task='open')}. Up to "
-        "5% (ours) is noise"
+        "5% (ours) is noise",
     )
 
 
