@@ -3,7 +3,8 @@
 `python3 compress.py` reads texts with each cache and prints what it costs and how far the
 predictions are from full attention's, in seconds; `write` continues a prompt with one of them. Both
 take any GPT or Llama, such as `--model smollm2`. Of a model with layers of different kinds (lecture
-5), they compress those that keep every token; windows and states stay as they are.
+5), they compress those that keep every token; windows and states stay as they are. (Small norms:
+only full layers, since a latent has no keys.)
 
     QuantizedCache   rounds keys and values to 8, 4 or 2 bits, as KIVI does
     SmallNormCache   keeps the older tokens whose keys are shortest, as Devoto et al. do
@@ -399,10 +400,10 @@ def layers_taken(way: str, model: nn.Module) -> list[int]:
 
 
 def layers_note(way: str, model: nn.Module) -> str:
-    """Return which layers these are, or "" if they are all, since they share one cache."""
-    if not layer_kinds(model.config):
-        return ""
+    """Return which layers these are; "" if they are all."""
     taken = [*map(str, layers_taken(way, model))]
+    if len(taken) == model.config.n_layer:
+        return ""
     return f" (layer{'s' * (len(taken) > 1)} {', '.join(taken)})"
 
 
@@ -450,11 +451,13 @@ def comparison_table(
     The first half is read in one pass, as a prompt is, and the second token by token.
 
     caches: for each, a name, a model, and a function that makes the cache for T tokens. Raises
-    ValueError if logits aren't finite.
+    ValueError if a cache can't serve its model, before the texts are read, or logits aren't finite.
     """
     B, T = ids.shape
     prompt, rest = ids.split([T // 2, T - T // 2], dim=1)
     rows, exact_logits = [], None
+    for _, model, new_cache in caches:  # one that can't serve its model says so at a first token
+        read_in_pieces(model, new_cache(T), ids[:, :1])
     # A warm-up: else the first cache pays for allocating memory, and takes twice the time.
     _, model, new_cache = caches[0]
     read_in_pieces(model, new_cache(T), ids, max(1, T // 4))
@@ -500,10 +503,10 @@ def demo(model: nn.Module, rows: list[list[int]], where: str, study: str) -> Non
     are; study: the command that measures more."""
     ids = torch.tensor(rows, device=model.wte.weight.device)
     cache_for("bits:4", model, ids.size(1))  # refuses a model if no layer keeps every token
+    ways = [way for way in CACHES if layers_taken(way, model)]
     caches = [
-        (kind.name + layers_note(way, model), model, partial(cache_for, way, model))
-        for way, kind in CACHES.items()
-        if layers_taken(way, model)
+        (CACHES[way].name + layers_note(way, model), model, partial(cache_for, way, model))
+        for way in ways
     ]
     print(f"""\
 {where}, {len(rows)} x {ids.size(1)} tokens: the first half is read in one pass, the rest token by token.
@@ -513,8 +516,8 @@ def demo(model: nn.Module, rows: list[list[int]], where: str, study: str) -> Non
 Full attention is exact, wherever its memory comes from. Rounding approximates every
 old token; windows, sinks and small norms forget whole ones. KL is of the second half.
 The full study, with what each remembers: {study}""")
-    if layer_kinds(model.config):
-        print("Layers that a row doesn't name keep their own caches.")
+    if any(layers_note(way, model) for way in ways):
+        print("Where a row names layers, the others keep their own caches.")
 
 
 def write(
@@ -545,22 +548,23 @@ def write(
         # The last new token isn't read.
         bytes_a_token[way] = cache.nbytes / (ids.size(1) + len(texts[way]) - 1)
     written, exact = texts[args.cache], texts["full"]
+    yardstick = "the model's own cache" if layer_kinds(model.config) else "full attention"
     if note := layers_note(args.cache, model):
         print(f"[{CACHES[args.cache].name}{note}; other layers keep their own]")
     if CACHES[args.cache].exact:
-        print("[exact: full attention]")
+        print(f"[exact: the text of {yardstick}]")
         return
     same = common_prefix_length(written, exact)
     held, full = bytes_a_token[args.cache], bytes_a_token["full"]
-    print(f"[approximate, in {held:,.0f} bytes a token; full attention has {full:,.0f}]")
+    print(f"[approximate, in {held:,.0f} bytes a token; {yardstick} has {full:,.0f}]")
     if held >= full:
         print("[so short a text is kept whole: nothing has been rounded or dropped yet]")
     elif written == exact:
-        print(f"[here full attention writes the same {same} tokens]")
+        print(f"[here {yardstick} writes the same {same} tokens]")
     if written != exact:
         last_words = repr(tokenizer.decode(exact[max(0, same - SHOWN_TOKENS) : same]))
         where = f"after {same} tokens, the last {last_words}" if same else "from the first token on"
-        print(f"[full attention goes on differently {where}:]\n{tokenizer.decode(exact[same:])}")
+        print(f"[{yardstick} goes on differently {where}:]\n{tokenizer.decode(exact[same:])}")
 
 
 def main(argv: list[str] | None = None) -> None:

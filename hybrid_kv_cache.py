@@ -1,8 +1,8 @@
 """Lecture 5: a model whose layers keep different things, on top of lectures 3 and 4.
 
 `python3 hybrid_kv_cache.py` shows what each kind of layer keeps as a text grows, and that a model
-of all kinds writes the same tokens with its cache and without. With --model, a Gemma 3 or another
-model of such layers writes.
+of all kinds writes the same tokens with its cache and without. With --model, a Gemma 3 (270M or 1B;
+larger ones come with image parts and aren't read) or another model of such layers writes.
 
     full     keys and values of every token: lecture 4's layer
     window   keys and values of the latest tokens: most layers of Gemma 3, half of gpt-oss's
@@ -651,8 +651,9 @@ def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, "python3 %(prog)s --model FOLDER --prompt TEXT")
     about = "tokens that the random model's window layer sees"
     cli.add_argument("--window", type=whole_number(1, 2048), default=64, metavar="N", help=about)
-    about = "write with a model: a folder of Gemma 3 (text), Youtu-LLM, a DeepSeek-V3 without "
-    about += "experts, or a Mistral, Qwen2 or Qwen3 with windows"
+    about = "write with a model: a folder of Gemma 3 (270M or 1B; larger ones come with image "
+    about += "parts and aren't read), Youtu-LLM, a DeepSeek-V3 without experts, or a Mistral, "
+    about += "Qwen2 or Qwen3 with windows"
     cli.add_model_options(about, *WRITING, "--chat", "--system")
     cli.set_defaults(model="")
     with cli.parse(argv) as args, torch.no_grad():

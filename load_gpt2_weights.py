@@ -47,7 +47,7 @@ def load_model(
     round_weights() has rounded.
 
     model_class: the class to load; by default gpt_kv_cache.GPT, llama_kv_cache.Llama or, if layers
-    keep different things, hybrid_kv_cache.Hybrid, as config.json says. The class must have no
+    have windows or latents, hybrid_kv_cache.Hybrid, as config.json says. The class must have no
     buffers. Every tensor in the files must match a parameter in name and shape, and no parameter
     may be missing. A Llama's q, k and v are joined into one parameter, and so are gate and up.
     dtype: "auto" means what the files hold, if the device computes faster in it than in float32,

@@ -49,6 +49,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from formats.checkpoints import open_checkpoint
+from formats.configs import read_config
 from formats.tensors import read_weights
 from formats.tokenizers import END_OF_TEXT
 from gpt_kv_cache import KVCache, generate
@@ -741,6 +743,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     with cli.parse(argv) as args:
         if args.model != "pocket" and args.library is None:
+            if Path(args.model).is_dir():
+                checkpoint = open_checkpoint(args.model)
+                check_kinds(read_config(checkpoint.config(), checkpoint.where), ONE_CACHE)
             raise ValueError(
                 f"the stored questions are pocket's: for {args.model}, store others by "
                 f"`python3 -m studies.projection --model {args.model}`, with `--pairs FILE` if that asks for it, then "

@@ -1,17 +1,18 @@
 """KV caches that outlive their prompt: a new prompt reuses the longest prefix that is stored.
 `recycle.py` answers prompts as the paper does, by the nearest stored prompt, and by the longest
-stored prefix; `recycle.py chat` is a conversation whose every turn reuses all earlier ones;
-`python3 -m studies.recycling` puts the paper's claims to the test.
+stored prefix, with a model whose layers share one cache; `recycle.py chat`, also with a model of
+lecture 5, is a conversation whose every turn reuses all earlier ones; `python3 -m
+studies.recycling` puts the paper's claims to the test.
 
 The keys and values of a token depend only on the tokens up to it. The keys and values of a common
 prefix are therefore valid in every text that begins with it. support/store.py keeps them, on disk or
 in memory, and finds the longest stored prefix of a prompt.
 
-A window or a state (hybrid_kv_cache.py) can't be cut where a new prompt departs: the window has
-evicted the tokens before that point, and the state has those after it in the same matrix. A text can
-go on only from a checkpoint of such layers. Checkpoints are stored every MARK_TOKENS tokens of a
-prompt, at its end and at the end of the text; what follows the last one that a new prompt shares is
-read again.
+A window or a state (hybrid_kv_cache.py) can't be cut where a new prompt departs: the window may
+have evicted the tokens before that point, and the state has those after it in the same matrix. A
+text with such layers goes on only from a checkpoint, even if no window has evicted anything yet.
+Checkpoints are stored every MARK_TOKENS tokens of a prompt, at its end and at the end of the text;
+what follows the last one that a new prompt shares is read again.
 
 Shapes: N texts, C numbers of an embedding, T tokens, k tokens of a stored prompt.
 
@@ -693,7 +694,9 @@ def typed_lines(lines: Iterable[str]) -> Iterator[str]:
 def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, "python3 %(prog)s chat")
     run, talk = cli.add_actions(
-        "run", run="the paper's protocol beside ours, in seconds", chat="a conversation"
+        "run",
+        run="the paper's protocol beside ours, in seconds; not with lecture 5's models",
+        chat="a conversation",
     )
     for action in (run, talk):
         action.add_model_options(NAMES)

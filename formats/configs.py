@@ -76,10 +76,10 @@ FIELDS_OF_MODEL_TYPE = {
     "gemma3_text": {"gemma": True},
 }
 SCRIPT_OF_KIND = {
-    "GPT-2": "gpt_kv_cache.py can read it",
-    "Llama": "llama_kv_cache.py, lecture 4, can read it, and compress.py write also in a window",
-    "Hybrid": "hybrid_kv_cache.py, lecture 5, can read it, whose layers keep different things",
-    "BCT": "gpt_bounded_cache.py --memory bct can read it",
+    "GPT-2": "a GPT-2: gpt_kv_cache.py can read it",
+    "Llama": "a Llama: llama_kv_cache.py, lecture 4, can read it, and compress.py write also in a window",
+    "Hybrid": "a model with windows or latents: hybrid_kv_cache.py, lecture 5, can read it",
+    "BCT": "a BCT: gpt_bounded_cache.py --memory bct can read it",
 }
 LARGEST = 2**31 - 1  # the largest whole number that a file may give: torch's int32
 MOST_LAYERS = 10**6  # that are listed before the tensors are counted
@@ -206,7 +206,7 @@ def read_config(content: dict[str, Any], where: str, config_class: type | None =
         kind = "Hybrid"
     config_class = config_class or default_class(kind).config_class
     if kind != kind_of(config_class):
-        raise ValueError(f"{where} describes a {kind}: {SCRIPT_OF_KIND[kind]}")
+        raise ValueError(f"{where} describes {SCRIPT_OF_KIND[kind]}")
     try:
         config = config_class(**values)
     except ValueError as error:

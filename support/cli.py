@@ -320,7 +320,8 @@ OPTIONS = {
     },
     "--chat": {
         "action": "store_true",
-        "help": "the prompt is a question to an Instruct model: wrap it in Llama 3's headers or ChatML",
+        "help": "the prompt is a question to an Instruct model: wrap it as the model's template says, or in Llama 3's "
+        "headers or ChatML",
     },
     "--system": {
         "default": "",

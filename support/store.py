@@ -5,7 +5,7 @@ Where all layers keep every token, a text can go on from any of its stored token
 evicted what an earlier cut would need, and a state has all tokens in one matrix: such layers can go
 on only from a checkpoint, a copy of what they held at one place. So a prompt that departs from a
 stored text is read again from the last checkpoint before that point, even though the tokens agree
-further.
+further, and even if no window has evicted anything yet.
 
 Shapes: L layers, H heads of keys and values, D head size, S tokens of a cache, n tokens of a run.
 """
@@ -199,9 +199,10 @@ class Store:
         return self._index.execute("SELECT nbytes FROM total").fetchone()[0]
 
     def get(self, ids: Sequence[int]) -> Any:
-        """Return a new cache of the longest stored prefix of ids that every layer can go on from,
-        but never of all of ids: one token has to be fed to get logits. The cache is empty if
-        nothing is stored. Raises TypeError or ValueError if ids aren't whole numbers of 4 bytes."""
+        """Return a new cache of the longest stored prefix of ids, but never of all of ids: one
+        token has to be fed to get logits. With needs_checkpoints, the prefix ends at a checkpoint.
+        The cache is empty if there is none. Raises TypeError or ValueError if ids aren't whole
+        numbers of 4 bytes."""
         ids = checked_ids(ids)
         self._check_model()
         path: list[MatchedRun] = []

@@ -130,7 +130,7 @@ def test_scripts_write_verify_or_name_their_reader(tmp_path: Path) -> None:
     assert "KV cache" in run(hybrid_kv_cache.main, *words).out
     assert "the same: logits differ" in run(loader.main, tmp_path, "--verify").out
     said = run(llama_kv_cache.main, *words)
-    assert said.code == 2 and "describes a Hybrid: hybrid_kv_cache.py, lecture 5" in said.err
+    assert said.code == 2 and "windows or latents: hybrid_kv_cache.py, lecture 5" in said.err
 
 
 @pytest.mark.parametrize(

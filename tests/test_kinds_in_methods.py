@@ -94,6 +94,16 @@ def test_a_comparison_says_which_layers_are_compressed(capsys: pytest.CaptureFix
     compress.demo(hybrid("window", "latent"), [[*range(40)]], "", "")
     shown = capsys.readouterr().out
     assert "4 bits (layer 1)" in shown and "small norm" not in shown.split("Full attention")[0]
+    compress.demo(hybrid("latent", "latent"), [[*range(40)]], "", "")
+    assert "layer" not in capsys.readouterr().out
+
+
+def test_a_head_too_odd_for_a_cache_is_refused_at_a_first_token() -> None:
+    model, lengths = hybrid("latent", kv_rank=12), []
+    model.register_forward_pre_hook(lambda _, args: lengths.append(args[0].size(1)))
+    with pytest.raises(ValueError, match="a multiple of 4, got 10"):
+        compress.demo(model, [[*range(40)]], "", "")
+    assert {*lengths} == {1}
 
 
 # --- Refused --------------------------------------------------------------------------------------
