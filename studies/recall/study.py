@@ -36,8 +36,13 @@ from gpt_bounded_cache import (
     WriteMemory,
 )
 from pocket.evaluation import window_of_equal_bytes
-from studies.bounding import claims
-from studies.bounding.claims import LOOKING_UP
+from studies.bounding.claims import (
+    LOOKING_UP,
+    bleu_fine_tuned,
+    bleu_from_scratch,
+    sinks,
+    text_quality,
+)
 from studies.core import run_study
 from studies.results import Results
 
@@ -277,9 +282,9 @@ main = partial(
     measure,
     rows_of="bounding",
     beyond=[
-        claims.bleu_fine_tuned,
-        claims.bleu_from_scratch,
-        claims.text_quality,
-        claims.sinks,
+        bleu_fine_tuned,
+        bleu_from_scratch,
+        text_quality,
+        sinks,
     ],
 )

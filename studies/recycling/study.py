@@ -53,7 +53,7 @@ from studies.core import (
     open_results,
     report,
 )
-from studies.recycling import claims
+from studies.recycling.claims import latency, never_slower, no_overlap
 from studies.results import STUDIES_FOLDER, Results
 from support.conditions import GEOMETRIES, is_geometry
 from support.printing import end_tokens_of
@@ -317,7 +317,7 @@ def main(argv: list[str] | None = None) -> None:
             args,
             RECORDED_MODELS,
             "" if is_the_source_s else None,
-            beyond=[claims.latency, claims.never_slower, claims.no_overlap],
+            beyond=[latency, never_slower, no_overlap],
         )
         rows.set_model_conditions(
             name,
