@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STUDIES = {path.parent.name for path in ROOT.glob("studies/*/study.py")}
 
 
-@pytest.mark.parametrize("name", sorted(STUDIES | {"replay", "simulation"}))
+@pytest.mark.parametrize("name", sorted(STUDIES | {"replay"}))
 def test_a_study_notices_first_that_it_can_not_write(name: str, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
