@@ -6,7 +6,7 @@ B batch, T tokens, S tokens in a cache, H heads, D head size, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -82,12 +82,11 @@ class Tracer:
         raise NotImplementedError("exercise 7.4")
 
 
-def misplaced(write: Callable[..., Iterator[Tensor]], prompt: int, n: int, every: int) -> list[int]:
+def misplaced(write: Callable[..., KVCache], prompt: int, n: int, every: int) -> list[int]:
     """Return the slots of the student's cache that hold a wrong token after a program has written n tokens. The prompt
     is 0, 1 ... prompt - 1; a refresh comes every `every` tokens.
 
-    The program is write(teacher, student, ids, n, every, new_cache); ids is (1, T), and it yields tokens (1, 1). It
-    makes its caches by new_cache(), the student's last: pass a function that remembers the caches it makes.
+    The program is write(teacher, student, ids, n, every); ids is (1, T), and it returns the student's cache.
     """
     raise NotImplementedError("exercise 7.4")
 

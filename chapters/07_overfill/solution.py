@@ -6,7 +6,7 @@ B batch, T tokens, S tokens in a cache, H heads, D head size, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -114,23 +114,14 @@ class Tracer:
         return logits[:, -1:] if last_only else logits
 
 
-def misplaced(write: Callable[..., Iterator[Tensor]], prompt: int, n: int, every: int) -> list[int]:
+def misplaced(write: Callable[..., KVCache], prompt: int, n: int, every: int) -> list[int]:
     """Return the slots of the student's cache that hold a wrong token after a program has written n tokens. The prompt
     is 0, 1 ... prompt - 1; a refresh comes every `every` tokens.
 
-    The program is write(teacher, student, ids, n, every, new_cache); ids is (1, T), and it yields tokens (1, 1). It
-    makes its caches by new_cache(), the student's last: pass a function that remembers the caches it makes.
+    The program is write(teacher, student, ids, n, every); ids is (1, T), and it returns the student's cache.
     """
     # exercise 7.4
-    made: list[KVCache] = []
-
-    def new_cache() -> KVCache:
-        made.append(KVCache())
-        return made[-1]
-
-    for _ in write(Tracer(1.0), Tracer(2.0), torch.arange(prompt)[None], n, every, new_cache):
-        pass
-    cache = made[-1]
+    cache = write(Tracer(1.0), Tracer(2.0), torch.arange(prompt)[None], n, every)
     held = cache.layers[0][0, 0, 0, : len(cache), 0]  # the keys (S,)
     return [slot for slot, token in enumerate(held.tolist()) if token != slot]
 

@@ -229,18 +229,16 @@ def test_a_gate_fires_as_often_as_it_may(impl: ModuleType) -> None:
 # --- 7.4 ------------------------------------------------------------------------------------------------------------
 
 
-def published(
-    teacher: GPT, student: GPT, ids: Tensor, n: int, every: int, new_cache: Callable[[], KVCache]
-) -> Iterator[Tensor]:
-    return refresh_as_published(
-        RefreshedPair(teacher, student, ids, new_cache), n, every, 0.0, torch.Generator()
-    )
+def published(teacher: GPT, student: GPT, ids: Tensor, n: int, every: int) -> KVCache:
+    pair = RefreshedPair(teacher, student, ids)
+    list(refresh_as_published(pair, n, every, 0.0, torch.Generator()))
+    return pair.student_cache
 
 
-def ours(
-    teacher: GPT, student: GPT, ids: Tensor, n: int, every: int, new_cache: Callable[[], KVCache]
-) -> Iterator[Tensor]:
-    return generate_refreshed(RefreshedPair(teacher, student, ids, new_cache), n, Periodic(every))
+def ours(teacher: GPT, student: GPT, ids: Tensor, n: int, every: int) -> KVCache:
+    pair = RefreshedPair(teacher, student, ids)
+    list(generate_refreshed(pair, n, Periodic(every)))
+    return pair.student_cache
 
 
 @pytest.mark.ex7_4
