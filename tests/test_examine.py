@@ -40,7 +40,10 @@ def bad(findings: list[examine.Finding]) -> list[examine.Finding]:
     return [finding for finding in findings if finding.verdict in examine.BAD]
 
 
-@pytest.mark.parametrize("name", ["transformers-ours", "transformers-ours-window"])
+@pytest.mark.parametrize(
+    "name",
+    ["transformers-ours", pytest.param("transformers-ours-window", marks=pytest.mark.slow)],
+)
 def test_ours_in_a_model_of_transformers_pass_too(name: str) -> None:
     pytest.importorskip("transformers")
     findings = [*examine.examine(SUBJECTS[name][1]())]
@@ -263,6 +266,7 @@ def test_nothing_to_examine_is_one_sentence(code: str, tmp_path: Path) -> None:
         examine.load_subject(examine.arguments().parse_args([str(path)]))
 
 
+@pytest.mark.slow
 def test_limits_are_refused_where_they_would_be_ignored(tmp_path: Path) -> None:
     path = tmp_path / "cache.py"
     path.write_text("class subject:\n    whole = new = read = print", "utf-8")

@@ -91,10 +91,9 @@ def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recall, "QUICK", recall.QUICK._replace(steps=3, answers=16))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("smaller")
-@pytest.mark.parametrize(
-    "study", ["lengths", *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)]
-)
+@pytest.mark.parametrize("study", ["lengths", *SLOW])
 def test_a_quick_run_has_figures_and_no_verdict(study: str, tmp_path: Path) -> None:
     ran = start(f"studies.{study} --quick --out '{tmp_path}'")
     assert ran.code == 0 and "A reduced run: figures, and no verdict." in ran.out

@@ -160,6 +160,7 @@ def test_nothing_is_fitted_on_what_is_tested(trial: Trial, monkeypatch: pytest.M
     assert asked == ["valid", "valid"] and 0 < tau <= 1.0001 and area > 0.5
 
 
+@pytest.mark.slow
 def test_penalties_are_chosen_by_family_and_have_the_least_error(
     trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:

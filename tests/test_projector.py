@@ -112,6 +112,7 @@ def test_the_map_in_the_span_is_an_optimum_of_all_dense_maps() -> None:
     assert all(gradient.abs().max() < 1e-6 for gradient in gradients)
 
 
+@pytest.mark.slow
 def test_stage_1_reads_its_own_prompts_as_their_caches_are_read(
     model: nn.Module, tmp_path: Path
 ) -> None:

@@ -376,6 +376,7 @@ def test_the_recorded_run_repeats_offline(tmp_path: Path) -> None:
     assert again["published", "similarity"]["value"] == pytest.approx(known, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_replay_counts_what_a_brute_force_counts(tmp_path: Path) -> None:
     rng, requests, chains, seen, tokens = random.Random(0), [], [[-1]], set(), 0
     for i in range(300):

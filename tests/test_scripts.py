@@ -53,6 +53,7 @@ def test_a_bare_run_compares_the_memories_on_one_text() -> None:
     assert rows[0][-3:-1] == ["0.0000", "100.0%"]
 
 
+@pytest.mark.slow
 def test_bct_goes_on_past_the_context() -> None:
     long = f"--prompt '{'Notes: ' * (CONFIG['n_ctx'] // 2)}' --max-new-tokens 5"
     for memory, full in (("bct", False), ("full", True)):
