@@ -4,6 +4,7 @@ import copy
 import pickle
 import random
 import re
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,8 @@ def call(function: Callable[..., Any], *arguments: object, returns: str, **optio
     before, random_before = copy.deepcopy(given), random_states()
     result = function(*arguments, **options)
     for now, was in zip(given, before, strict=True):
-        assert is_same(now, was), f"the call has changed its argument {was}: it is {now} now"
+        change = f"{reprlib.repr(was)} to {reprlib.repr(now)}"
+        assert is_same(now, was), f"the call has changed one of its arguments, from {change}"
     assert random_states() == random_before, (
         "the call has changed a generator of random numbers that others use: make one of your own"
     )
