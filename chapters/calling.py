@@ -5,7 +5,8 @@ import pickle
 import random
 import re
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,18 +16,15 @@ from torch import Tensor
 
 def call(function: Callable[..., Any], *arguments: object, returns: str, **options: object) -> Any:
     """Return what a function returns. Fail if its types aren't `returns`, such as "tuple[int, list[float]]" or
-    "float32 (2, 3)", a tensor's dtype and shape; or if it has changed an argument (a list, a dictionary, a tensor or an
-    array), or a generator of random numbers that others use."""
+    "float32 (2, 3)", a tensor's dtype and shape; or if it has changed an argument: a list, a dictionary, a tensor or
+    an array."""
     __tracebackhide__ = True
     given = [x for x in (*arguments, *options.values()) if isinstance(x, CHANGEABLE)]
-    before, random_before = copy.deepcopy(given), random_states()
+    before = copy.deepcopy(given)
     result = function(*arguments, **options)
     for now, was in zip(given, before, strict=True):
         change = f"{reprlib.repr(was)} to {reprlib.repr(now)}"
         assert is_same(now, was), f"the call has changed one of its arguments, from {change}"
-    assert random_states() == random_before, (
-        "the call has changed a generator of random numbers that others use: make one of your own"
-    )
     types = types_of(result)
     pattern = re.escape(types).replace(r"list\[\]", r"list\[.*\]")  # an empty one
     assert re.fullmatch(pattern, returns), f"the call returns {types}, must be {returns}"
@@ -43,10 +41,18 @@ def is_same(one: Any, other: Any) -> bool:
     return np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other
 
 
-def random_states() -> bytes:
-    """The states of the generators that all parts of a program share."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state().numpy()
-    return pickle.dumps(states)
+@contextmanager
+def shared_generators_unchanged() -> Iterator[None]:
+    """Fail if something draws from the generators that all parts of a program share."""
+
+    def states() -> bytes:
+        return pickle.dumps([random.getstate(), np.random.get_state(), torch.get_rng_state()])
+
+    before = states()
+    yield
+    assert states() == before, (
+        "the generator of random numbers that others use was seeded or drawn from: make your own"
+    )
 
 
 def types_of(x: object) -> str:
