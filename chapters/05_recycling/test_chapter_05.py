@@ -232,10 +232,7 @@ def test_damage_is_found_wherever_it_is(impl: ModuleType, model: GPT, file: Path
         file.unlink()  # a file that is mapped must not change in place
         file.write_bytes(content)
         where = f"byte {at}, in the {'header' if at < start else 'numbers'}, was changed"
-        try:
-            cache, warned = loaded(impl, file, model, ids)
-        except Exception as error:
-            raise AssertionError(f"{where}, and load() raises {error!r}") from error
+        cache, warned = loaded(impl, file, model, ids)
         if len(cache):  # what was changed may be without meaning
             assert_cache(cache, model, TEXT, f"{where}, and the cache is wrong")
         else:
