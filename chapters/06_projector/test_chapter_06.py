@@ -156,9 +156,7 @@ class Name(str):
 
 def some_families(seed: int) -> list[str]:
     draw = random.Random(seed)
-    names = [
-        f"family {i}" for i in range(draw.randint(5, 30)) for _ in range(draw.randint(1, 4))
-    ]
+    names = [f"family {i}" for i in range(draw.randint(5, 30)) for _ in range(draw.randint(1, 4))]
     draw.shuffle(names)
     return names
 
