@@ -5,12 +5,27 @@ import re
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from examine import CHECKS, Subject, Trial
+
+
+def fail(message: str) -> NoReturn:
+    """Fail a test. pytest.fail does the same, but a tested file could replace that."""
+    __tracebackhide__ = True
+    raise AssertionError(message)
+
+
+def told_apart(a: float, b: float) -> tuple[str, str]:
+    """Return two numbers with six digits, or as many more as show that they differ."""
+    for digits in range(6, 18):
+        texts = f"{a:.{digits}g}", f"{b:.{digits}g}"
+        if texts[0] != texts[1]:
+            break
+    return texts
 
 
 def assert_close(
@@ -28,9 +43,10 @@ def assert_close(
             ", ".join(f"{axis} {i}" for axis, i in zip(axes, first, strict=False))
             or f"index {[*first]}"
         )
-        numbers = f"{actual[first].item():.6g}, must be {expected[first].item():.6g}"
-        pytest.fail(
-            f"{what}: the first wrong number is at {location}: {numbers} ({is_wrong.float().mean():.0%} are wrong)"
+        found, wanted = told_apart(actual[first].item(), expected[first].item())
+        fail(
+            f"{what}: the first wrong number is at {location}: {found}, must be {wanted} "
+            f"({is_wrong.float().mean():.0%} are wrong)"
         )
 
 
@@ -64,7 +80,7 @@ def assert_right(
             raise
         except Exception as error:
             raise AssertionError(says) from error
-    pytest.fail(says)
+    fail(says)
 
 
 def assert_keeps(owner: object, at_most: int, what: str, spare: int = 256) -> None:
@@ -121,7 +137,7 @@ def fail_in_layer(model: nn.Module, ids: Tensor, cache: object, layer: int) -> N
     finally:
         for hook in hooks:
             hook.remove()
-    pytest.fail(f"a pass that is to fail in layer {layer} doesn't get there: {instead}")
+    fail(f"a pass that is to fail in layer {layer} doesn't get there: {instead}")
 
 
 def pass_after_failure(
@@ -135,7 +151,7 @@ def pass_after_failure(
         raise
     except RuntimeError as error:
         said = str(error)
-    pytest.fail(f"{what}: does append() use what a failed pass has left? The next pass: {said}")
+    fail(f"{what}: does append() use what a failed pass has left? The next pass: {said}")
 
 
 def assert_refused(call: Callable[[], object], what: str, *needed: object) -> None:
@@ -150,9 +166,9 @@ def assert_refused(call: Callable[[], object], what: str, *needed: object) -> No
     except NotImplementedError:  # not written yet
         raise
     except Exception as error:
-        pytest.fail(f"{what}: {must}, not {error!r}")
+        fail(f"{what}: {must}, not {error!r}")
     else:
         came = "" if result is None else f": {reprlib.repr(result)} came back"
-        pytest.fail(f"{what}: {must}, and nothing was raised{came}")
+        fail(f"{what}: {must}, and nothing was raised{came}")
     missing = [x for x in needed if not re.search(rf"(?<!\w){re.escape(str(x))}(?!\w)", said)]
     assert not missing, f"{what}: {must}, and says {said!r}"
