@@ -5,7 +5,8 @@ import re
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from copy import deepcopy
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,33 @@ def assert_close(
             f"{what}: the first wrong number is at {location}: {found}, must be {wanted} "
             f"({is_wrong.float().mean():.0%} are wrong)"
         )
+
+
+def are_same(a: object, b: object) -> bool:
+    """Say whether two values are equal, tensors in lists and dictionaries, and their types, included."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
+    if isinstance(a, dict):
+        return are_same([*a.items()], [*b.items()])
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(are_same, a, b))
+    return a == b
+
+
+def returned(function: Callable[..., object], *given: object, kind: type | None = None) -> Any:
+    """Return what a function returns, or fail: if it has changed an argument, or returns another type."""
+    __tracebackhide__ = True
+    before = deepcopy(given)
+    result = function(*given)
+    for i, (was, now) in enumerate(zip(before, given, strict=True)):
+        changed = f"{function.__name__} has changed its argument {i + 1}, from {was!r} to {now!r}"
+        assert are_same(was, now), changed
+    if kind is not None and type(result) is not kind:
+        must = f"must return {kind.__name__}, and returns {type(result).__name__}"
+        fail(f"{function.__name__} {must}: {reprlib.repr(result)}")
+    return result
 
 
 def assert_same(actual: Sequence[object], expected: Sequence[object], what: str) -> None:
