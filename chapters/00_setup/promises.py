@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chapters.checking import assert_keeps
+
 
 class Keeping:
     """A module under test. A call of one of its functions fails if it changes a tensor, list or dict that it is given."""
@@ -82,3 +84,14 @@ def tensor_bytes() -> int:
     gc.collect()
     storages = [x.untyped_storage() for x in gc.get_objects() if issubclass(type(x), Tensor)]
     return sum({memory.data_ptr(): memory.nbytes() for memory in storages}.values())
+
+
+def assert_keeps_only(
+    owner: object, at_most: int, before: int, what: str, spare: int = 512
+) -> None:
+    """Fail if an object, or anything else that has come since tensor_bytes() was `before`, keeps more than
+    at_most + spare bytes of tensors."""
+    __tracebackhide__ = True
+    assert_keeps(owner, at_most, what, spare)
+    kept = tensor_bytes() - before
+    assert kept <= at_most + spare, f"{what}: {kept:,} bytes are alive, {at_most:,} are enough"

@@ -76,13 +76,6 @@ def check_mask(mask: Tensor | None, first: int, end: int, what: str) -> None:
         assert_close(mask, sees, f"{what}: mask", ("token", "key"))
 
 
-def check_memory(cache: object, at_most: int, before: int, what: str) -> None:
-    """Whether a cache, and whatever else holds tensors that weren't there before, keeps at most so many bytes."""
-    assert_keeps(cache, at_most, what, spare=512)
-    kept = promises.tensor_bytes() - before
-    assert kept <= at_most + 512, f"{what}: {kept:,} bytes are alive, {at_most:,} are enough"
-
-
 # --- 2.1, in stages, a point each: single tokens; chunks; a pass that fails; the very first pass fails ---------------
 
 
@@ -250,7 +243,7 @@ def test_going_back_frees_the_memory(impl: ModuleType, model: GPT) -> None:
     for n in (40, 4, 0):
         cache.truncate(n)
         what = f"{n} of 40 tokens kept, after a pass with 20 more that failed"
-        check_memory(cache, bytes_of(n), before, what)
+        promises.assert_keeps_only(cache, bytes_of(n), before, what)
 
 
 @pytest.mark.ex2_4
@@ -287,4 +280,6 @@ def test_head_by_head(impl: ModuleType, n_head: int, groups: int) -> None:
             axes = ("row", "query head", "token", "number")
             assert_close(heads, given[:, serving, :end], f"{what}: {name}", axes)
     del found, mask, heads
-    check_memory(cache, kv.nbytes, before, f"{groups} key-value heads, whatever is handed out")
+    promises.assert_keeps_only(
+        cache, kv.nbytes, before, f"{groups} key-value heads, whatever is handed out"
+    )
