@@ -9,20 +9,25 @@ beside a limit, unless it is exact: a count, or arithmetic.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from support.statistics import bootstrap, mean_of_rows
+from support.statistics import MIN_VALUES_OF_INTERVAL, bootstrap, interval, mean_of_rows
 
-MIN_VALUES_OF_INTERVAL = 4  # fewer don't show how they vary
-# How values become a figure; by default it is their mean. "perplexity" is given mean nats; an
-# "exact" metric, a count or arithmetic, needs only one value; a "series" is a curve over tokens; a
-# figure of few "turns" is their median, and its interval is their range.
-REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "perplexity": lambda nats: np.exp(nats.mean(-1)),
-    "median": lambda values: np.median(values, -1),
+# How values become a figure with its interval. "perplexity" is given mean nats; an "exact" metric, a
+# count or arithmetic, needs only one value; a "series" is a curve over tokens; a figure of few
+# "turns" is their median, and its interval is their range.
+REDUCTIONS: dict[str, Callable[[np.ndarray], Sequence[float]]] = {
+    "mean": lambda values: interval(values, mean_of_rows),
+    "perplexity": lambda nats: np.exp(interval(nats, mean_of_rows)),
+    "median": lambda values: bootstrap(values, partial(np.median, axis=-1)),
+    "turns": lambda values: (np.median(values), min(values), max(values)),
+    "exact": lambda values: [np.mean(values)] * 3,
+    "series": lambda values: (np.mean(values), -math.inf, math.inf),
 }
+MIN_VALUES = {"turns": 3, "exact": 1}  # of an interval, where it isn't MIN_VALUES_OF_INTERVAL
 RELATIVE = ("perplexity", "median", "turns")  # compared by ratio, all others by difference
 HOLDS, NOT_SHOWN, DOES_NOT_HOLD = 1, 0, -1
 VERDICTS = {HOLDS: "HOLDS", NOT_SHOWN: "NOT SHOWN", DOES_NOT_HOLD: "DOES NOT HOLD"}
@@ -122,14 +127,8 @@ class Figure:
 
 def figure_of(values: np.ndarray, metric: Metric) -> Figure:
     """Return the figure for values, one from each independent thing."""
-    if metric.reduction == "turns":
-        value = float(np.median(values))
-        bounds = (min(values), max(values)) if len(values) > 2 else ()
-        return Figure(value, *bounds, metric=metric)
-    value, low, high = bootstrap(values, REDUCTIONS.get(metric.reduction, mean_of_rows))
-    if metric.reduction == "exact":
-        return Figure(value, value, value, metric)
-    if metric.reduction == "series" or len(values) < MIN_VALUES_OF_INTERVAL:
+    value, low, high = map(float, REDUCTIONS[metric.reduction](values))
+    if len(values) < MIN_VALUES.get(metric.reduction, MIN_VALUES_OF_INTERVAL):
         return Figure(value, metric=metric)
     return Figure(value, low, high, metric)
 

@@ -2,11 +2,12 @@
 
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from studies.claims import SOURCES, claims_of_source
 from studies.judging import ARITHMETIC, NOT_AT_OUR_SIZE, VERDICTS
-from support.statistics import wilson_interval
+from support.statistics import interval, mean_of_rows, ratio_of_sums, wilson_interval
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -28,3 +29,14 @@ def test_every_claim_of_a_source_is_whole(source: str) -> None:
 def test_wilson_has_a_width_where_nothing_is_right() -> None:
     assert wilson_interval(0, 32) == pytest.approx((0.0, 0.0, 0.1072), abs=1e-3)
     assert wilson_interval(5, 10) == pytest.approx((0.5, 0.2366, 0.7634), abs=1e-3)
+
+
+@pytest.mark.parametrize("n", [6, 12])
+def test_the_interval_of_few_values_covers_the_mean(n: int) -> None:
+    draws = np.random.default_rng(0)
+    for draw, mean, least in ((draws.normal, 0, 0.94), (draws.exponential, 1, 0.87)):
+        intervals = [interval(draw(size=n), mean_of_rows)[1:] for _ in range(1000)]
+        assert least < np.mean([low <= mean <= high for low, high in intervals]) < 0.96
+    values = draws.normal(5, size=n)
+    ratio = interval(np.stack([values, np.ones(n)], 1), ratio_of_sums)  # which is the mean
+    assert ratio == pytest.approx(interval(values, mean_of_rows))
