@@ -6,7 +6,7 @@ parameters or by counting work; claims about quality with a trained model.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -104,6 +104,15 @@ def claims_in(study: str) -> list[Claim]:
     ]
 
 
+def by_arithmetic(studies: Iterable[str]) -> list[str]:
+    """Return, as one paragraph if there are any, the SENTENCES of studies: what arithmetic decides,
+    which no measurement could change, and which has no verdict."""
+    sentences = []
+    for study in studies:
+        sentences += getattr(import_module(f"studies.{study}.claims"), "SENTENCES", [])
+    return ["By arithmetic:\n\n" + "\n".join(f"- {x}" for x in sentences)] if sentences else []
+
+
 def judge_claims(results: Results) -> tuple[list[Finding], list[Claim]]:
     """Return what was found of the source's claims and our questions, and those without figures."""
     findings, lacking = [], []
@@ -182,8 +191,8 @@ def claim_tables(findings: Sequence[Finding]) -> list[str | Table]:
 def main(argv: list[str] | None = None) -> None:
     with CommandLine(__doc__, "python3 -m studies.claims").parse(argv):
         for source in SOURCES:
-            findings = claims_of_source(source)
-            print(f"=== {source}\n\n{page(claim_tables(findings))}\n")
+            parts = [*by_arithmetic(SOURCES[source]), *claim_tables(claims_of_source(source))]
+            print(f"=== {source}\n\n{page(parts)}\n")
 
 
 if __name__ == "__main__":

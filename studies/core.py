@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from load_gpt2_weights import NAMES, load_model
-from studies.claims import claim_tables, claims_in, judge_claims
+from studies.claims import by_arithmetic, claim_tables, claims_in, judge_claims
 from studies.judging import Claim
 from studies.results import Results, Setting
 from studies.showing import draw_figures, table_of
@@ -125,7 +125,7 @@ def open_results(
 def page_of(results: Results) -> list[str | Table]:
     """Return the claims and the table of a study, for a terminal. A claim that lacks figures is
     shown by its plain words alone; columns without figures are left out."""
-    parts = []
+    parts = by_arithmetic([results.study])
     if results.no_verdict_reason:
         parts.append(f"A {results.no_verdict_reason}: figures, and no verdict.")
     findings, lacking = judge_claims(results)

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from studies import replay as replaying
-from studies.claims import SOURCES, cells_of, claim_tables, claims_of_source, judge_claim
+from studies.claims import (
+    SOURCES,
+    by_arithmetic,
+    cells_of,
+    claim_tables,
+    claims_of_source,
+    judge_claim,
+)
 from studies.claims import recorded as rows  # by the study's name
 from studies.judging import Figure
 from studies.showing import draw_figures, table_of
@@ -46,8 +53,8 @@ def record(file: str) -> Any:
 
 
 def claims_of(source: str, section: str = "") -> str:
-    """Return what was found of a source's claims, or of those in a section: in short, and folded, in
-    the source's words with all figures."""
+    """Return what arithmetic decides of a source's claims, and what was found of them, or of those in
+    a section: in short, and folded, in the source's words with all figures."""
     found = [x for x in claims_of_source(source) if x.claim.section.startswith(section)]
     *in_short, here, in_full = claim_tables(found)
     runs = dict.fromkeys(command for x in found for command in x.commands)
@@ -60,7 +67,8 @@ def claims_of(source: str, section: str = "") -> str:
         in_full,
         "</details>",
     ]
-    return page([*in_short, *folded], markdown=True)
+    sentences = [] if section else by_arithmetic(SOURCES[source])
+    return page([*sentences, *in_short, *folded], markdown=True)
 
 
 def finding(study: str, claim: str) -> str:
