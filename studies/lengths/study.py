@@ -44,7 +44,7 @@ class Size(NamedTuple):
     """A geometry, beside GPT-2's, with its name."""
 
     name: str = "GPT-2's geometry"
-    geometry: dict[str, int] = {}
+    geometry: dict[str, int] = {}  # noqa: RUF012
 
     @classmethod
     def quick(cls) -> "Size":
