@@ -163,7 +163,7 @@ class Claim:
     their_model: str = ""  # larger than ours, for which the source gives a number
     arithmetic: bool = False  # no measurement could change the verdict
     at: dict[str, Any] = field(default_factory=dict)  # the setting in which figures are looked up
-    on: str = ""  # conditions, if they aren't those of the first figure that it looks up
+    on: str = ""  # conditions, if it looks up no figure
 
 
 def claim(

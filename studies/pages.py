@@ -57,8 +57,8 @@ def claims_of(source: str, section: str = "") -> str:
     a section: in short, and folded, in the source's words with all figures."""
     found = [x for x in claims_of_source(source) if x.claim.section.startswith(section)]
     *in_short, here, in_full = claim_tables(found)
-    runs = dict.fromkeys(command for x in found for command in x.commands)
-    commands = ", ".join(f"`python3 -m studies.{command}`" for command in runs)
+    runs = [run for x in SOURCES[source] for run in getattr(rows(x).claims, "COMMANDS", [x])]
+    commands = ", ".join(f"`python3 -m studies.{run}`" for run in runs)
     folded = [
         "<details><summary>The source's words, all figures, our conditions, and where our test differs"
         "</summary>",

@@ -18,7 +18,7 @@ def test_every_claim_of_a_source_is_whole(source: str) -> None:
         allowed = {*verdicts.values(), NOT_AT_OUR_SIZE}
         assert found.verdict in allowed, found.claim.plain
         assert any(c.isdigit() for c in found.figure), "a verdict without a figure"
-        assert found.ours and found.claim.plain and found.sentence
+        assert found.conditions and found.claim.plain and found.sentence
         assert not found.claim.section or (found.claim.source.theirs and found.claim.quote)
     counts = Counter(found.claim.source.title for found in findings)
     ours = counts.pop("", 0)

@@ -162,7 +162,7 @@ def test_a_claim_says_its_figures_and_a_reduced_run_gives_no_verdict(
     theirs, ours = judge_claims(rows)[0]
     assert (theirs.answer, ours.answer) == ("HOLDS", "YES")
     assert theirs.figure.startswith("0.75 (0.54 to 0.96) against 0.25: +0.50")
-    assert theirs.sentence == "The new way has 0.75" and theirs.ours == "a machine; today"
+    assert theirs.sentence == "The new way has 0.75" and theirs.conditions == ["a machine; today"]
     rows.add_values("new", {}, share=[0.0, 0.1, 0.2, 0.1])  # against a number for a larger model
     refuted = judge_claim(rows, newer_is_better)
     assert refuted.verdict == "NOT AT OUR SIZE" and "Giant (7B)" in measured_on(refuted)
@@ -220,14 +220,14 @@ def test_a_claim_on_every_size_is_as_good_as_the_worst_or_the_best(rows: Results
     assert for_each(rows.at_place("size", 2), "size", judge) == (-1, "2", "2 0.00")
 
 
-def test_conditions_are_those_of_the_first_figure_in_each_place(rows: Results) -> None:
+def test_conditions_are_those_of_all_figures_looked_up(rows: Results) -> None:
     @question("Is it large?")
     def large(results: Results) -> Answer:
         return for_each(results, "size", lambda there: (HOLDS, f"{there.figure('old', 'share')}"))
 
     rows.set_conditions("elsewhere")
     rows.add_values("old", {"size": 2}, share=[0.5] * 4)
-    assert judge_claim(rows, large).ours == "1: a machine; today / 2: elsewhere"
+    assert judge_claim(rows, large).conditions == ["a machine; today", "elsewhere"]
 
 
 def test_a_curve_over_a_part_of_the_setting_is_of_one_setting(rows: Results) -> None:
