@@ -128,12 +128,11 @@ def measured_on(found: Finding) -> str:
     """Return the models that a claim was measured on, with their sizes in millions of parameters."""
     models = {}
     for conditions in found.conditions:
-        name, size = conditions.partition(";")[0], ""
-        if parameters := re.search(r": ([\d,]+) parameters", name):
-            millions = int(parameters[1].replace(",", "")) / 1e6
-            name, size = name[: parameters.start()], f"{millions:.{int(millions < 1)}f}M"
-        models[name] = name if size in name else f"{name} ({size})"
-    text = ", ".join(models.values())
+        if model := re.match(r"([^:;]+): ([\d,]+) parameters", conditions):
+            name, millions = model[1], int(model[2].replace(",", "")) / 1e6
+            size = f"{millions:.{int(millions < 1)}f}M"
+            models[name] = name if size in name else f"{name} ({size})"
+    text = ", ".join(models.values()) or found.conditions[0].partition(";")[0]
     if found.verdict == NOT_AT_OUR_SIZE:
         text += f"; the source: {found.claim.their_model}"
     return reworded(text)

@@ -114,10 +114,9 @@ class Figure:
         metric = Metric(self.metric.reduction, form)
         if len(self.values) == len(other.values) > 1:
             values, other_values = np.array(self.values), np.array(other.values)
-            if metric.reduction in ("median", "turns"):
-                return figure_of(values / other_values, metric).plus(-1)
-            change = figure_of(values - other_values, metric)
-            return change.plus(-1) if relative else change
+            is_time = metric.reduction in ("median", "turns")
+            change = values / other_values if is_time else values - other_values
+            return figure_of(change, metric).plus(-1 if relative else 0)
         pairs = ((self.value, other.value), (self.low, other.high), (self.high, other.low))
         value, low, high = (a / b - 1 if relative else a - b for a, b in pairs)
         if math.isfinite(self.low + other.low):
