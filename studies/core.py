@@ -109,12 +109,10 @@ def open_results(
         difference = difference or "run with another --seed or --dtype"
     results = Results(study, args.out, difference)
     if recorded_models:
-        if args.model in RECORDED_MODELS:
-            results.instead = dict.fromkeys(RECORDED_MODELS, args.model)
-        is_its_own = bool(difference) or not is_recorded
+        results.instead = dict.fromkeys(recorded_models, args.model)
+        is_its_own = difference or not is_recorded
         if is_its_own and args.model != results.usual.get("model"):
             results.usual |= setting or {"model": args.model}
-            results.instead = dict.fromkeys(recorded_models, args.model)
             results.every["model"] = [args.model]
     if args.quick and is_recorded:
         other_models = {*recorded_models}.difference([getattr(args, "model", "")])
