@@ -14,7 +14,6 @@ from string import ascii_lowercase
 
 from studies.judging import (
     ANSWERS,
-    ARITHMETIC,
     DOES_NOT_HOLD,
     NOT_AT_OUR_SIZE,
     VERDICTS,
@@ -70,8 +69,6 @@ def judge_claim(results: Results, claim: Claim) -> Finding:
     verdict = ""
     if answer is not None and not results.no_verdict_reason:
         verdict = VERDICTS[answer]
-        if claim.arithmetic:
-            verdict = ARITHMETIC.get(verdict, verdict)
         if claim.their_model and answer == DOES_NOT_HOLD:
             verdict = NOT_AT_OUR_SIZE
     conditions = [claim.on] if claim.on else [*there.conditions_read]

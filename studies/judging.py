@@ -32,10 +32,6 @@ RELATIVE = ("perplexity", "median", "turns")  # compared by ratio, all others by
 HOLDS, NOT_SHOWN, DOES_NOT_HOLD = 1, 0, -1
 VERDICTS = {HOLDS: "HOLDS", NOT_SHOWN: "NOT SHOWN", DOES_NOT_HOLD: "DOES NOT HOLD"}
 NOT_AT_OUR_SIZE = "NOT AT OUR SIZE"  # instead of DOES NOT HOLD, of a number for a larger model
-ARITHMETIC = {  # verdicts that no measurement could have changed
-    "HOLDS": "TRUE BY ARITHMETIC",
-    "DOES NOT HOLD": "FALSE BY ARITHMETIC",
-}
 ANSWERS = {  # to our questions
     "HOLDS": "YES",
     "DOES NOT HOLD": "NO",
@@ -160,7 +156,6 @@ class Claim:
     judge: Callable[[Any], Answer]
     partly: str = ""  # why not all of it is tested as stated
     their_model: str = ""  # larger than ours, for which the source gives a number
-    arithmetic: bool = False  # no measurement could change the verdict
     at: dict[str, Any] = field(default_factory=dict)  # the setting in which figures are looked up
     on: str = ""  # conditions, if it looks up no figure
 
