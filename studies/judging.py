@@ -157,7 +157,7 @@ class Claim:
     partly: str = ""  # why not all of it is tested as stated
     their_model: str = ""  # larger than ours, for which the source gives a number
     at: dict[str, Any] = field(default_factory=dict)  # the setting in which figures are looked up
-    on: str = ""  # conditions, if it looks up no figure
+    on: str = ""  # conditions, instead of those of the figures that it looks up
 
 
 def claim(
