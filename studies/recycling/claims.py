@@ -111,7 +111,6 @@ def alpha(results: Results) -> Answer:
     "when overlap is absent, behavior matches baseline",
     "Where nothing is stored, nothing changes",
     partly="random weights, another processor, four of six prompts rebuilt",
-    arithmetic=True,
     at={"model": "355M", "store": "other"},
 )
 def no_overlap(results: Results) -> Answer:
@@ -207,7 +206,6 @@ def near_identical(results: Results) -> Answer:
     "indeed possible.",
     "Stored caches extend the context that a model can use",
     partly="another model; where all tokens are read",
-    arithmetic=True,
     at=SMOLLM2,
 )
 def usable_context(results: Results) -> Answer:

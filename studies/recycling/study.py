@@ -57,7 +57,7 @@ from studies.recycling.claims import latency, never_slower, no_overlap
 from studies.results import STUDIES_FOLDER, Results
 from support.conditions import GEOMETRIES, is_geometry
 from support.printing import end_tokens_of
-from support.statistics import bootstrap
+from support.statistics import interval
 from support.store import Store
 from support.texts import read_questions, read_texts
 from support.timing import run_in_turns, time_call, time_text
@@ -220,7 +220,7 @@ def add_answers(rows: Results, trial: Trial, answers_by_way: AnswersByWay, setti
             spared=[sum(answer.positions for answer in cold_answers) - sum(positions)],
         )
         alpha_first, alpha = (
-            bootstrap(np.stack([depths, share], 1), slope) for share in saved_shares.T
+            interval(np.stack([depths, share], 1), slope) for share in saved_shares.T
         )
         rows.add_figures(way, setting, len(first_answers), alpha_first=alpha_first, alpha=alpha)
         texts = [
@@ -259,7 +259,7 @@ def add_similarity(rows: Results, vectors: dict[str, np.ndarray], setting: dict)
     for way in WAYS:
         similarity = (vectors[way] * cold_vectors).sum(1)
         rows.add_values(way, setting, similarity=similarity)
-        near = bootstrap(np.stack([similarity, mean_similarities], 1), nearness)
+        near = interval(np.stack([similarity, mean_similarities], 1), nearness)
         rows.add_figures(way, setting, len(cold_vectors), near=near)
 
 
