@@ -26,7 +26,9 @@ times as fast as one by one |
 sampled texts: perplexity {{ figure("refreshing", "none", "perplexity", model="smollm2", trained="int4") }}; \
 the small model alone: {{ figure("refreshing", "student", "perplexity", model="smollm2", trained="int4") }} |
 | [`projector.py`](projector.py) | guesses the first token from a similar prompt's cache | approximate | \
-{{ figure("projection", "written", "kl", on="given", m=16) }} nats from the exact prediction |
+KL(exact ∥ guess) {{ figure("projection", "written", "kl", on="given") }} nats, \
+{{ rows("projection").find("written", "kl", on="given")["n"] }} prompts, the similar one given; its own prediction \
+copied: {{ figure("projection", "neighbour", "kl") }}; the source's limit: 0.05 |
 | [`compress.py`](compress.py) | stores the cache in 8, 4 or 2 bits, or drops tokens | approximate | 4 bits: \
 {{ figure("compression", "bits:4", "each", model="smollm2") }} bytes a token instead of \
 {{ figure("compression", "full", "each", model="smollm2") }}, \
