@@ -5,12 +5,28 @@ import re
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from copy import deepcopy
+from typing import Any, NoReturn
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from examine import CHECKS, Subject, Trial
+
+
+def fail(message: str) -> NoReturn:
+    """Fail a test. pytest.fail does the same, but a tested file could replace that."""
+    __tracebackhide__ = True
+    raise AssertionError(message)
+
+
+def told_apart(a: float, b: float) -> tuple[str, str]:
+    """Return two numbers with six digits, or as many more as show that they differ."""
+    for digits in range(6, 18):
+        texts = f"{a:.{digits}g}", f"{b:.{digits}g}"
+        if texts[0] != texts[1]:
+            break
+    return texts
 
 
 def assert_close(
@@ -28,10 +44,38 @@ def assert_close(
             ", ".join(f"{axis} {i}" for axis, i in zip(axes, first, strict=False))
             or f"index {[*first]}"
         )
-        numbers = f"{actual[first].item():.6g}, must be {expected[first].item():.6g}"
-        pytest.fail(
-            f"{what}: the first wrong number is at {location}: {numbers} ({is_wrong.float().mean():.0%} are wrong)"
+        found, wanted = told_apart(actual[first].item(), expected[first].item())
+        fail(
+            f"{what}: the first wrong number is at {location}: {found}, must be {wanted} "
+            f"({is_wrong.float().mean():.0%} are wrong)"
         )
+
+
+def are_same(a: object, b: object) -> bool:
+    """Say whether two values are equal, tensors in lists and dictionaries, and their types, included."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
+    if isinstance(a, dict):
+        return are_same([*a.items()], [*b.items()])
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(are_same, a, b))
+    return a == b
+
+
+def returned(function: Callable[..., object], *given: object, kind: type | None = None) -> Any:
+    """Return what a function returns, or fail: if it has changed an argument, or returns another type."""
+    __tracebackhide__ = True
+    before = deepcopy(given)
+    result = function(*given)
+    for i, (was, now) in enumerate(zip(before, given, strict=True)):
+        changed = f"{function.__name__} has changed its argument {i + 1}, from {was!r} to {now!r}"
+        assert are_same(was, now), changed
+    if kind is not None and type(result) is not kind:
+        must = f"must return {kind.__name__}, and returns {type(result).__name__}"
+        fail(f"{function.__name__} {must}: {reprlib.repr(result)}")
+    return result
 
 
 def assert_same(actual: Sequence[object], expected: Sequence[object], what: str) -> None:
@@ -64,7 +108,7 @@ def assert_right(
             raise
         except Exception as error:
             raise AssertionError(says) from error
-    pytest.fail(says)
+    fail(says)
 
 
 def assert_keeps(owner: object, at_most: int, what: str, spare: int = 256) -> None:
@@ -121,7 +165,7 @@ def fail_in_layer(model: nn.Module, ids: Tensor, cache: object, layer: int) -> N
     finally:
         for hook in hooks:
             hook.remove()
-    pytest.fail(f"a pass that is to fail in layer {layer} doesn't get there: {instead}")
+    fail(f"a pass that is to fail in layer {layer} doesn't get there: {instead}")
 
 
 def pass_after_failure(
@@ -135,7 +179,7 @@ def pass_after_failure(
         raise
     except RuntimeError as error:
         said = str(error)
-    pytest.fail(f"{what}: does append() use what a failed pass has left? The next pass: {said}")
+    fail(f"{what}: does append() use what a failed pass has left? The next pass: {said}")
 
 
 def assert_refused(call: Callable[[], object], what: str, *needed: object) -> None:
@@ -150,9 +194,9 @@ def assert_refused(call: Callable[[], object], what: str, *needed: object) -> No
     except NotImplementedError:  # not written yet
         raise
     except Exception as error:
-        pytest.fail(f"{what}: {must}, not {error!r}")
+        fail(f"{what}: {must}, not {error!r}")
     else:
         came = "" if result is None else f": {reprlib.repr(result)} came back"
-        pytest.fail(f"{what}: {must}, and nothing was raised{came}")
+        fail(f"{what}: {must}, and nothing was raised{came}")
     missing = [x for x in needed if not re.search(rf"(?<!\w){re.escape(str(x))}(?!\w)", said)]
     assert not missing, f"{what}: {must}, and says {said!r}"

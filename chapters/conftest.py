@@ -9,6 +9,7 @@ that the chapter's exercise.py may import.
 """
 
 import ast
+import builtins
 import json
 import re
 import sys
@@ -18,9 +19,25 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 CHAPTERS = Path(__file__).resolve().parent
 sys.path.insert(0, str(CHAPTERS.parent))
+from chapters import checking  # noqa: E402
+
+# Names and modules by which a file reaches the tests, or another file's code.
+RUN_TEXT = {"compile", "eval", "exec", "__builtins__", "__import__"}
+REACH_TESTS = {
+    "atexit",
+    "builtins",
+    "ctypes",
+    "gc",
+    "importlib",
+    "inspect",
+    "pytest",
+    "runpy",
+    "sys",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,19 +62,49 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def borrowed_names(path: Path, chapter: Path, given: Collection[str]) -> set[str]:
-    """Return the project's modules that a file imports, except for the given ones."""
-    imported = set()
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    """Return the project's modules that a file imports, except for the given ones, and what else it uses that would
+    reach the tests or run another file's text."""
+    imported, names = set(), set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"), str(path))):
         if isinstance(node, ast.ImportFrom):
             imported.add(node.module or ".")
         elif isinstance(node, ast.Import):
             imported |= {alias.name for alias in node.names}
-    own = {
-        "",
-        "importlib",
-        *(path.stem for folder in (CHAPTERS.parent, chapter) for path in folder.iterdir()),
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+    own = {path.stem for folder in (CHAPTERS.parent, chapter) for path in folder.iterdir()}
+    refused = {"", *REACH_TESTS, *own}
+    return names & RUN_TEXT | {
+        name for name in imported - {*given} if name.partition(".")[0] in refused
     }
-    return {name for name in imported - {*given} if name.partition(".")[0] in own}
+
+
+def judges(module: ModuleType) -> dict[str, object]:
+    """Return the functions and classes that decide on a test module's points, by name."""
+    found = {f"torch.{name}": getattr(torch, name) for name in ("allclose", "equal", "isclose")}
+    for owner in (builtins, pytest, torch.Tensor, checking, module):
+        for name, value in vars(owner).items():
+            if callable(value):
+                found[f"{owner.__name__}.{name}"] = value
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def judges_before(request: pytest.FixtureRequest) -> dict[str, object]:
+    """The judges before the file under test is loaded."""
+    return judges(request.module)
+
+
+@pytest.fixture(autouse=True)
+def same_judges(request: pytest.FixtureRequest, judges_before: dict[str, object]) -> Iterator[None]:
+    """Fail a test after which a judge is another one: the file under test has replaced it."""
+    yield
+    replaced = [
+        name
+        for name, judge in judges(request.module).items()
+        if judges_before.get(name) is not judge
+    ]
+    assert not replaced, f"the tested file replaces {', '.join(replaced)}"
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +121,10 @@ def impl(request: pytest.FixtureRequest) -> ModuleType:
         pytest.fail(f"there is no {path.name} in {path.parent}{hint}", pytrace=False)
     message = ""
     try:
-        module = import_file(path)
         if names := borrowed_names(path, chapter, getattr(request.module, "GIVEN", ())):
             message = f"{path.name} uses {', '.join(sorted(names))}: write the exercises yourself"
+        else:
+            module = import_file(path)
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
@@ -133,7 +181,7 @@ def pytest_terminal_summary(
     if not notes_by_exercise:
         return
     terminalreporter.section(f"points of {config.option.impl}.py")
-    earned = {}
+    earned, remarks = {}, {}
     for name in filter(notes_by_exercise.get, points):
         notes = notes_by_exercise[name]
         failures = [note for _, note in sorted(notes.items()) if note is not None]
@@ -141,9 +189,11 @@ def pytest_terminal_summary(
         earned[number] = len(notes) - len(failures)
         if 0 in notes:  # without stages
             earned[number] = 0 if failures else points[name]
-        line = f"  {number:6} {earned[number]:3} of {points[name]}   {[*failures, ''][0]}"
+        remarks[number] = [*failures, ""][0]
+        line = f"  {number:6} {earned[number]:3} of {points[name]}   {remarks[number]}"
         terminalreporter.write_line(line.rstrip())
     total, whole = sum(earned.values()), sum(map(points.get, notes_by_exercise))
     terminalreporter.write_line(f"  total  {total:3} of {whole}")
     if config.option.points:
-        Path(config.option.points).write_text(json.dumps(earned), encoding="utf-8")
+        written = json.dumps({"earned": earned, "remarks": remarks})
+        Path(config.option.points).write_text(written, encoding="utf-8")

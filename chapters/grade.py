@@ -34,7 +34,7 @@ def grade_chapter(copy: Path, chapter: Path) -> tuple[dict[str, int], str]:
             return {}, f"{chapter.name}: stopped after {SECONDS} seconds"
         if not points.exists():
             return {}, f"{chapter.name}: the tests didn't run"
-        return json.loads(read_text(points)), ""
+        return json.loads(read_text(points))["earned"], ""
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -5,13 +5,15 @@ They run commands, and test a cell's functions with the chapter's own tests. Wha
 """
 
 import inspect
+import json
 import linecache
 import re
 import shlex
 from types import FunctionType
 
 from chapters.builder import blocks
-from support.files import write_text
+from chapters.conftest import exercise_points
+from support.files import read_text, write_text
 
 WORK = blocks.ROOT / "results" / "two_hours"
 
@@ -29,16 +31,23 @@ def check(exercise: str, *definitions: type | FunctionType) -> None:
     chapter, number = exercise.split(".")
     folder = blocks.chapter_folders([int(chapter)])[0].name
     write_text(WORK / folder / "exercise.py", "\n\n".join(map(cell_source, definitions)))
-    command = f"-m pytest chapters/{folder} -m ex{chapter}_{number} -x --no-header -p no:cacheprovider --from"
-    result = blocks.run_process("python3", *command.split(), str(WORK))
-    if unwritten := re.search(r"not written yet: (\S+)", result.stdout):
-        print(f"{exercise}: {unwritten[1]} isn't written yet")
-    elif points := re.search(rf"^  {exercise} +(\d+ of \d+) *(.*)$", result.stdout, re.M):
-        failure = re.search(r"^=+ (?:FAILURES|ERRORS) =+\n(.*?)^=", result.stdout, re.M | re.S)
-        print(f"{failure[1]}\n" if failure else "", end="")
-        print(f"{exercise}: {points[1]} points; {points[2]}".removesuffix("; "))
-    else:
+    marker, points = f"ex{chapter}_{number}", WORK / "points.json"
+    points.unlink(missing_ok=True)
+    command = f"-m pytest chapters/{folder} -m {marker} -x --no-header -p no:cacheprovider"
+    files = f"--from={WORK}", f"--points={points}"
+    result = blocks.run_process("python3", *command.split(), *files)
+    if not points.exists():
         print(result.stdout, result.stderr)
+        return
+    written = json.loads(read_text(points))
+    earned, remark = written["earned"][exercise], written["remarks"][exercise]
+    if unwritten := re.match(r"not written yet: (\S+)", remark):
+        print(f"{exercise}: {unwritten[1]} isn't written yet")
+        return
+    failure = re.search(r"^=+ (?:FAILURES|ERRORS) =+\n(.*?)^=", result.stdout, re.M | re.S)
+    print(f"{failure[1]}\n" if failure else "", end="")
+    whole = exercise_points()[marker]
+    print(f"{exercise}: {earned} of {whole} points; {remark}".removesuffix("; "))
 
 
 def cell_source(definition: type | FunctionType) -> str:

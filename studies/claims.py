@@ -6,7 +6,7 @@ parameters or by counting work; claims about quality with a trained model.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -14,7 +14,6 @@ from string import ascii_lowercase
 
 from studies.judging import (
     ANSWERS,
-    ARITHMETIC,
     DOES_NOT_HOLD,
     NOT_AT_OUR_SIZE,
     VERDICTS,
@@ -46,12 +45,11 @@ REWORDED = {  # recorded conditions, and how a page words them
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of a claim: the conditions here, a sentence, all figures in words, and the
-    verdict, "" if rows are missing or the run is reduced."""
+    """What was found of a claim: the conditions of its figures, a sentence, all figures in words, and
+    the verdict, "" if rows are missing or the run is reduced."""
 
     claim: Claim
-    study: str
-    ours: str
+    conditions: list[str]
     sentence: str
     figure: str
     verdict: str
@@ -61,40 +59,20 @@ class Finding:
         """The verdict on a claim, or the answer to a question of ours."""
         return self.verdict if self.claim.section else ANSWERS.get(self.verdict, self.verdict)
 
-    @property
-    def commands(self) -> Sequence[str]:
-        """The commands that measure the study."""
-        return getattr(recorded(self.study).claims, "COMMANDS", (self.study,))
-
 
 def judge_claim(results: Results, claim: Claim) -> Finding:
-    """Return what was found of a claim. Raises Missing if figures are missing everywhere."""
+    """Return what was found of a claim, under the conditions of all figures that it looks up. Raises
+    Missing if figures are missing everywhere."""
     there = results.at(**results.here(claim.at))
-    there.place, there.first_conditions = "", {}
+    there.place, there.conditions_read = "", {}
     answer, *texts = claim.judge(there)
     verdict = ""
     if answer is not None and not results.no_verdict_reason:
         verdict = VERDICTS[answer]
-        if claim.arithmetic:
-            verdict = ARITHMETIC.get(verdict, verdict)
         if claim.their_model and answer == DOES_NOT_HOLD:
             verdict = NOT_AT_OUR_SIZE
-    ours = claim.on or conditions_text(there.first_conditions)
-    return Finding(claim, results.study, ours, texts[0], texts[-1], verdict)
-
-
-def conditions_text(first_conditions: dict[str, list[str]]) -> str:
-    """Return the conditions of the first figure that a claim looked up, in each place if it is judged
-    in several."""
-    everywhere = first_conditions.pop("", [])
-    places: dict[str, list[str]] = {}
-    for place, conditions in (first_conditions or {"": everywhere}).items():
-        places.setdefault("; ".join(conditions), []).append(place)
-    parts = []
-    for conditions, names in places.items():
-        is_named = len(places) == 1 or conditions.startswith(f"{names[0]}: ")
-        parts.append(conditions if is_named else f"{', '.join(names)}: {conditions}")
-    return " / ".join(parts)
+    conditions = [claim.on] if claim.on else [*there.conditions_read]
+    return Finding(claim, conditions, texts[0], texts[-1], verdict)
 
 
 def claims_in(study: str) -> list[Claim]:
@@ -102,6 +80,15 @@ def claims_in(study: str) -> list[Claim]:
     return [
         x for x in vars(import_module(f"studies.{study}.claims")).values() if isinstance(x, Claim)
     ]
+
+
+def by_arithmetic(studies: Iterable[str]) -> list[str]:
+    """Return, as one paragraph if there are any, the SENTENCES of studies: what arithmetic decides,
+    which no measurement could change, and which has no verdict."""
+    sentences = []
+    for study in studies:
+        sentences += getattr(import_module(f"studies.{study}.claims"), "SENTENCES", [])
+    return ["By arithmetic:\n\n" + "\n".join(f"- {x}" for x in sentences)] if sentences else []
 
 
 def judge_claims(results: Results) -> tuple[list[Finding], list[Claim]]:
@@ -137,11 +124,12 @@ def reworded(text: str) -> str:
 def measured_on(found: Finding) -> str:
     """Return the models that a claim was measured on, with their sizes in millions of parameters."""
     models = {}
-    for name, parameters in re.findall(r"(?:^|[/;:] )([^:;/]+): ([\d,]+) parameters", found.ours):
-        millions = int(parameters.replace(",", "")) / 1e6
-        size = f"{millions:.{int(millions < 1)}f}M"
-        models[name] = name if size in name else f"{name} ({size})"
-    text = ", ".join(models.values()) or found.ours.partition(";")[0]
+    for conditions in found.conditions:
+        if model := re.match(r"([^:;]+): ([\d,]+) parameters", conditions):
+            name, millions = model[1], int(model[2].replace(",", "")) / 1e6
+            size = f"{millions:.{int(millions < 1)}f}M"
+            models[name] = name if size in name else f"{name} ({size})"
+    text = ", ".join(models.values()) or found.conditions[0].partition(";")[0]
     if found.verdict == NOT_AT_OUR_SIZE:
         text += f"; the source: {found.claim.their_model}"
     return reworded(text)
@@ -156,34 +144,32 @@ def claim_tables(findings: Sequence[Finding]) -> list[str | Table]:
     """Return the conditions of each source, a table of what was found, and the same in full: the
     conditions here, each with a letter, and each claim in its source's words, with all figures."""
     sources = dict.fromkeys(found.claim.source for found in findings if found.claim.section)
-    letters: dict[str, str] = {}  # by the conditions in a place
-    in_short, lines = [], []
+    letters: dict[str, str] = {}  # by conditions
+    in_short, in_full = [], []
     for number, found in enumerate(findings, 1):
-        plain, *cells = cells_of(found)
+        claim, (plain, *cells) = found.claim, cells_of(found)
         in_short.append([f"{number}. {plain}", *cells])
-        conditions = reworded(found.ours).split(" / ")
-        for place in conditions:
-            letters.setdefault(place, ascii_lowercase[len(letters)])
-        claim, places = found.claim, ", ".join(letters[place] for place in conditions)
-        words, test = f"Our question ({places})", ""
+        for conditions in map(reworded, found.conditions):
+            letters.setdefault(conditions, ascii_lowercase[len(letters)])
+        here = ", ".join(dict.fromkeys(letters[reworded(x)] for x in found.conditions))
+        words, test = f"Our question ({here})", ""
         if claim.section:
-            words = f'"{claim.quote}" ({claim.section}; {places})'
+            words = f'"{claim.quote}" ({claim.section}; {here})'
             test = f" Our test differs: {claim.partly}." if claim.partly else " Tested as stated."
-        lines.append(f"{number}. {words}: {reworded(found.figure)}.{test}")
-    here = [f"- ({letter}) {place}" for place, letter in letters.items()]
+        in_full.append(f"{number}. {words}: {reworded(found.figure)}.{test}")
     return [
         *(f"Conditions of {source.title}: {source.theirs}." for source in sources),
         Table(["claim", "verdict", "found here", "measured on"], in_short, left_aligned=4),
-        "Here:\n\n" + "\n".join(here),
-        "\n".join(lines),
+        "Here:\n\n" + "\n".join(f"- ({letter}) {text}" for text, letter in letters.items()),
+        "\n".join(in_full),
     ]
 
 
 def main(argv: list[str] | None = None) -> None:
     with CommandLine(__doc__, "python3 -m studies.claims").parse(argv):
         for source in SOURCES:
-            findings = claims_of_source(source)
-            print(f"=== {source}\n\n{page(claim_tables(findings))}\n")
+            parts = [*by_arithmetic(SOURCES[source]), *claim_tables(claims_of_source(source))]
+            print(f"=== {source}\n\n{page(parts)}\n")
 
 
 if __name__ == "__main__":

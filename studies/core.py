@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from load_gpt2_weights import NAMES, load_model
-from studies.claims import claim_tables, claims_in, judge_claims
+from studies.claims import by_arithmetic, claim_tables, claims_in, judge_claims
 from studies.judging import Claim
 from studies.results import Results, Setting
 from studies.showing import draw_figures, table_of
@@ -109,12 +109,10 @@ def open_results(
         difference = difference or "run with another --seed or --dtype"
     results = Results(study, args.out, difference)
     if recorded_models:
-        if args.model in RECORDED_MODELS:
-            results.instead = dict.fromkeys(RECORDED_MODELS, args.model)
-        is_its_own = bool(difference) or not is_recorded
+        results.instead = dict.fromkeys(recorded_models, args.model)
+        is_its_own = difference or not is_recorded
         if is_its_own and args.model != results.usual.get("model"):
             results.usual |= setting or {"model": args.model}
-            results.instead = dict.fromkeys(recorded_models, args.model)
             results.every["model"] = [args.model]
     if args.quick and is_recorded:
         other_models = {*recorded_models}.difference([getattr(args, "model", "")])
@@ -125,7 +123,7 @@ def open_results(
 def page_of(results: Results) -> list[str | Table]:
     """Return the claims and the table of a study, for a terminal. A claim that lacks figures is
     shown by its plain words alone; columns without figures are left out."""
-    parts = []
+    parts = by_arithmetic([results.study])
     if results.no_verdict_reason:
         parts.append(f"A {results.no_verdict_reason}: figures, and no verdict.")
     findings, lacking = judge_claims(results)

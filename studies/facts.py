@@ -31,16 +31,15 @@ def right_answers(memory: Memory, tokenizer: tiktoken.Encoding, quick: bool = Fa
             encode_fact_question(texts[name], question.question, tokenizer) for question in asked
         ]
         end_ids = end_tokens_of(tokenizer)  # with that of an answer, by now
-        shared = min(common_prefix_length(prompts[0], prompt) for prompt in prompts)
-        shared = min(shared, *(len(prompt) - 1 for prompt in prompts))
+        shared = min(common_prefix_length(prompts[0][:-1], prompt) for prompt in prompts)
         cache = memory.make_cache(max(map(len, prompts)) + ANSWER_TOKENS)
         beginning = torch.tensor([prompts[0][:shared]], device=device)
         read_in_pieces(memory.model, cache, beginning, CHUNK_LENGTH)
         for question, prompt in zip(asked, prompts, strict=True):
-            ids = torch.tensor([prompt], device=device)
-            tokens = generate(
-                memory.model, ids, ANSWER_TOKENS, stop_ids=end_ids, cache=cache.clone()
+            ids, copy = torch.tensor([prompt], device=device), cache.clone()
+            written = generate(memory.model, ids, ANSWER_TOKENS, stop_ids=end_ids, cache=copy)
+            answer = tokenizer.decode(
+                [int(token) for token in written if int(token) not in end_ids]
             )
-            answer = tokenizer.decode([int(token) for token in tokens if int(token) not in end_ids])
             right.append(question.answer.lower() in answer.strip().partition("\n")[0].lower())
     return right

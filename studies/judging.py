@@ -9,28 +9,29 @@ beside a limit, unless it is exact: a count, or arithmetic.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from support.statistics import bootstrap, mean_of_rows
+from support.statistics import MIN_VALUES_OF_INTERVAL, bootstrap, interval, mean_of_rows
 
-MIN_VALUES_OF_INTERVAL = 4  # fewer don't show how they vary
-# How values become a figure; by default it is their mean. "perplexity" is given mean nats; an
-# "exact" metric, a count or arithmetic, needs only one value; a "series" is a curve over tokens; a
-# figure of few "turns" is their median, and its interval is their range.
-REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "perplexity": lambda nats: np.exp(nats.mean(-1)),
-    "median": lambda values: np.median(values, -1),
+# How values become a figure with its interval. "perplexity" is given mean nats; an "exact" metric, a
+# count or arithmetic, needs only one value; a "series" is a curve over tokens; a figure of few
+# "turns" is their median, and its interval is their range.
+REDUCTIONS: dict[str, Callable[[np.ndarray], Sequence[float]]] = {
+    "mean": lambda values: interval(values, mean_of_rows),
+    "perplexity": lambda nats: np.exp(interval(nats, mean_of_rows)),
+    "median": lambda values: bootstrap(values, partial(np.median, axis=-1)),
+    "turns": lambda values: (np.median(values), min(values), max(values)),
+    "exact": lambda values: [np.mean(values)] * 3,
+    "series": lambda values: (np.mean(values), -math.inf, math.inf),
 }
+MIN_VALUES = {"turns": 3, "exact": 1}  # of an interval, where it isn't MIN_VALUES_OF_INTERVAL
 RELATIVE = ("perplexity", "median", "turns")  # compared by ratio, all others by difference
 HOLDS, NOT_SHOWN, DOES_NOT_HOLD = 1, 0, -1
 VERDICTS = {HOLDS: "HOLDS", NOT_SHOWN: "NOT SHOWN", DOES_NOT_HOLD: "DOES NOT HOLD"}
 NOT_AT_OUR_SIZE = "NOT AT OUR SIZE"  # instead of DOES NOT HOLD, of a number for a larger model
-ARITHMETIC = {  # verdicts that no measurement could have changed
-    "HOLDS": "TRUE BY ARITHMETIC",
-    "DOES NOT HOLD": "FALSE BY ARITHMETIC",
-}
 ANSWERS = {  # to our questions
     "HOLDS": "YES",
     "DOES NOT HOLD": "NO",
@@ -109,10 +110,9 @@ class Figure:
         metric = Metric(self.metric.reduction, form)
         if len(self.values) == len(other.values) > 1:
             values, other_values = np.array(self.values), np.array(other.values)
-            if metric.reduction in ("median", "turns"):
-                return figure_of(values / other_values, metric).plus(-1)
-            change = figure_of(values - other_values, metric)
-            return change.plus(-1) if relative else change
+            is_time = metric.reduction in ("median", "turns")
+            change = values / other_values if is_time else values - other_values
+            return figure_of(change, metric).plus(-1 if relative else 0)
         pairs = ((self.value, other.value), (self.low, other.high), (self.high, other.low))
         value, low, high = (a / b - 1 if relative else a - b for a, b in pairs)
         if math.isfinite(self.low + other.low):
@@ -122,14 +122,8 @@ class Figure:
 
 def figure_of(values: np.ndarray, metric: Metric) -> Figure:
     """Return the figure for values, one from each independent thing."""
-    if metric.reduction == "turns":
-        value = float(np.median(values))
-        bounds = (min(values), max(values)) if len(values) > 2 else ()
-        return Figure(value, *bounds, metric=metric)
-    value, low, high = bootstrap(values, REDUCTIONS.get(metric.reduction, mean_of_rows))
-    if metric.reduction == "exact":
-        return Figure(value, value, value, metric)
-    if metric.reduction == "series" or len(values) < MIN_VALUES_OF_INTERVAL:
+    value, low, high = map(float, REDUCTIONS[metric.reduction](values))
+    if len(values) < MIN_VALUES.get(metric.reduction, MIN_VALUES_OF_INTERVAL):
         return Figure(value, metric=metric)
     return Figure(value, low, high, metric)
 
@@ -162,9 +156,8 @@ class Claim:
     judge: Callable[[Any], Answer]
     partly: str = ""  # why not all of it is tested as stated
     their_model: str = ""  # larger than ours, for which the source gives a number
-    arithmetic: bool = False  # no measurement could change the verdict
     at: dict[str, Any] = field(default_factory=dict)  # the setting in which figures are looked up
-    on: str = ""  # conditions, if they aren't those of the first figure that it looks up
+    on: str = ""  # conditions, instead of those of the figures that it looks up
 
 
 def claim(

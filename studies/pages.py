@@ -6,26 +6,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from studies.claims import SOURCES, cells_of, claim_tables, claims_of_source, judge_claim
+from studies.claims import (
+    SOURCES,
+    by_arithmetic,
+    cells_of,
+    claim_tables,
+    claims_of_source,
+    judge_claim,
+)
 from studies.claims import recorded as rows  # by the study's name
 from studies.judging import Figure
 from studies.showing import draw_figures, table_of
-from support.files import read_csv, read_json, read_text
+from support.files import read_csv, read_text
 from support.tables import Table, page
 
 ROOT = Path(__file__).resolve().parent.parent
-GOALS = (  # of pocket's training: lower limits of shares, upper limits of nats and ratios
-    ("recall of early facts, in unseen wordings", "recall_share", 0.8),
-    ("closed book: facts of its world, in unseen wordings", "closed_book_share", 0.995),
-    ("stories that hold together, greedy", "coherent_share", 0.5),
-    ("the same, at temperature 0.8", "sampled_coherent_share", 0.3),
-    ("threads paid off as they were stated, greedy", "paid_share", 0.9),
-    ("the same, at temperature 0.8", "sampled_paid_share", 0.9),
-    ("later mentions of a new name, nats per token", "name_nats", 0.05),
-    ("a list read the second time, nats per token", "list_second_nats", 0.1),
-    ("perplexity", "perplexity", 2.8),
-    ("the same from position 512 on, over that of positions 256 to 511", "later", 1.01),
-)
+TRACES = sorted((ROOT / "studies" / "recycling").glob("replay_*.csv"))
 
 
 def figure(study: str, way: str, metric: str, **setting: Any) -> Figure:
@@ -45,12 +41,12 @@ def record(file: str) -> Any:
 
 
 def claims_of(source: str, section: str = "") -> str:
-    """Return what was found of a source's claims, or of those in a section: in short, and folded, in
-    the source's words with all figures."""
+    """Return what arithmetic decides of a source's claims, and what was found of them, or of those in
+    a section: in short, and folded, in the source's words with all figures."""
     found = [x for x in claims_of_source(source) if x.claim.section.startswith(section)]
     *in_short, here, in_full = claim_tables(found)
-    runs = dict.fromkeys(command for x in found for command in x.commands)
-    commands = ", ".join(f"`python3 -m studies.{command}`" for command in runs)
+    runs = [run for x in SOURCES[source] for run in getattr(rows(x).claims, "COMMANDS", [x])]
+    commands = ", ".join(f"`python3 -m studies.{run}`" for run in runs)
     folded = [
         "<details><summary>The source's words, all figures, our conditions, and where our test differs"
         "</summary>",
@@ -59,7 +55,8 @@ def claims_of(source: str, section: str = "") -> str:
         in_full,
         "</details>",
     ]
-    return page([*in_short, *folded], markdown=True)
+    sentences = [] if section else by_arithmetic(SOURCES[source])
+    return page([*sentences, *in_short, *folded], markdown=True)
 
 
 def finding(study: str, claim: str) -> str:
@@ -67,45 +64,20 @@ def finding(study: str, claim: str) -> str:
     return " | ".join(cells_of(judge_claim(rows(study), getattr(rows(study).claims, claim))))
 
 
-def pocket_goals() -> str:
-    """Return the pocket model's figures beside the goals of its training."""
-    figures = read_json(ROOT / "pocket" / "teacher" / "figures.json")
-    figures["later"] = figures["perplexity_after_512"] / figures["perplexity_before_512"]
-    rows = []
-    for name, key, goal in GOALS:
-        is_share = key.endswith("share")
-        number_format = ".1%" if is_share else ".3f"
-        reached = figures[key] >= goal if is_share else figures[key] <= goal
-        goal_text = f"at {'least' if is_share else 'most'} {goal:{number_format}}"
-        rows.append(
-            [name, f"{figures[key]:{number_format}}", goal_text, "yes" if reached else "no"]
-        )
-    reached_count = sum(row[-1] == "yes" for row in rows)
-    summary = (
-        f"{reached_count} of {len(rows)} goals are reached. The first mention of a new name costs "
-        f"{figures['name_first_nats']:.2f} nats per token. In a story the corpus pays off 3 threads, the "
-        f"model {figures['paid_per_story']:.1f} (greedy)."
-    )
-    return page([Table(["figure", "the model", "goal", "reached"], rows), summary], markdown=True)
-
-
 def replay_hit_rates() -> str:
     """Return the hit rates of studies/recycling/replay_*.csv, side by side."""
-    cells_by_capacity: dict[str, list[str]] = {}
-    paths = (ROOT / "studies" / "recycling").glob("replay_*.csv")
-    paths = sorted(paths, key=lambda path: -len(read_csv(path)))
-    for column, path in enumerate(paths):
-        for row in read_csv(path):
-            cells = cells_by_capacity.setdefault(row["capacity_blocks"], ["-"] * len(paths))
-            cells[column] = f"{float(row['token_hit_rate']):.1%}"
-    rows = []
-    for capacity, cells in cells_by_capacity.items():
-        if capacity.isdecimal():
-            capacity = f"{int(capacity):,}"
-        rows.append([capacity, *cells])
-    header = ["capacity, blocks of 512 tokens", *(path.stem[len("replay_") :] for path in paths)]
+    rates_by_trace = {}
+    for path in TRACES:
+        rates = {row["capacity_blocks"]: row["token_hit_rate"] for row in read_csv(path)}
+        rates_by_trace[path.stem.removeprefix("replay_")] = rates
+    lines = []
+    for capacity in max(rates_by_trace.values(), key=len):
+        found = [rates.get(capacity) for rates in rates_by_trace.values()]
+        name = f"{int(capacity):,}" if capacity.isdecimal() else capacity
+        lines.append([name, *("-" if rate is None else f"{float(rate):.1%}" for rate in found)])
+    header = ["capacity, blocks of 512 tokens", *rates_by_trace]
     note = "A dash: the trace has fewer different blocks, so the capacity is no limit."
-    return page([Table(header, rows), note], markdown=True)
+    return page([Table(header, lines), note], markdown=True)
 
 
 def table(study: str) -> str:
@@ -125,7 +97,6 @@ FUNCTIONS: dict[str, Callable[..., object]] = {  # what the marks of pages may c
     "figure": figure,
     "finding": finding,
     "format": format,
-    "generations": pocket_goals,
     "record": record,
     "replay": replay_hit_rates,
     "rows": rows,

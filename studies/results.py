@@ -46,8 +46,8 @@ class Results:
         self.instead: dict[
             str, str
         ] = {}  # the model of a run, by those in whose place claims are judged on it
-        self.first_conditions: dict[str, list[str]] = {}  # by place: of the first figure looked up
-        self.place = ""  # the last one that at() was given
+        self.conditions_read: dict[str, None] = {}  # of the figures looked up, each once
+        self.place = ""  # the last one that at_place() was given
         self.conditions: list[str] = []  # of the rows to come
         self.progress = tqdm(desc=study, unit=" rows", leave=False, delay=1)
         file_name = "reduced.jsonl" if no_verdict_reason else "rows.jsonl"
@@ -108,7 +108,7 @@ class Results:
         row = self.find(way, metric, **setting)
         if row is None:
             raise Missing(f"{self.study} has no {metric} of {way} in {self.usual | setting}")
-        self.first_conditions.setdefault(self.place, row["conditions"])
+        self.conditions_read["; ".join(row["conditions"])] = None
         bounds = [] if row["low"] is None else [row["low"], row["high"]]
         values = row.get("values", ())
         return Figure(row["value"], *bounds, metric=self.metrics[metric], values=values)

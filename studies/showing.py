@@ -1,6 +1,5 @@
 """What a study shows of its results: a table, and figures."""
 
-import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -9,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from studies.judging import Missing
 from studies.results import Results, Setting
 from support.figures import line_style
 from support.figures import write_figure as draw_figure
@@ -52,13 +52,6 @@ class Layout:
     ways: Sequence[str | Lines]
     columns: Sequence[Column]
     every: str = ""
-
-
-SIDES = (  # of a point, where its name stands: beside which bound, at what offset, and aligned how
-    ("high", (0, 3), "center", "bottom"),
-    ("low", (0, -3), "center", "top"),
-    ("y", (-5, 0), "right", "center"),
-)
 
 
 class Point(NamedTuple):
@@ -138,6 +131,22 @@ def points_over(results: Results, way: str, metric: str, key: str, setting: Sett
     return sorted(points)
 
 
+def points_of(
+    results: Results, way: str, definition: dict[str, Any], setting: Setting
+) -> list[Point]:
+    """Return the points of a way in a figure."""
+    if "over" in definition:
+        return points_over(results, way, definition["y"], definition["over"], setting)
+    try:
+        y = results.figure(way, definition["y"], **setting)
+        if "x" not in definition:
+            return [Point(x, value) for x, value in enumerate(y.values, 1)]
+        x = results.figure(way, definition["x"], **setting)
+    except Missing:
+        return []
+    return [Point(x.value, y.value, y.low, y.high, *re.split("[:~]", way, maxsplit=1)[1:])]
+
+
 def curves_of(results: Results, definition: dict[str, Any]) -> Curves:
     """Return a figure's curves: one for each of its `ways`, or of the table's if it names none.
 
@@ -147,22 +156,11 @@ def curves_of(results: Results, definition: dict[str, Any]) -> Curves:
     label; `at` is a part of the setting that labels don't mention, such as the model.
     """
     curves: Curves = {}
-    place = column_here(results, Column("", "", definition.get("at", {}))).setting
-    legend = definition.get("legend", {})
-    metric, ways = definition["y"], definition.get("ways", results.claims.TABLE.ways)
-    for way, setting in matching_ways(results, ways):
-        label, points = name_of(results, way, setting), []
-        kind_of_way, *values = re.split("[:~]", way, maxsplit=1)
-        kind = name_of(results, kind_of_way, setting)
-        setting = place | setting
-        if "over" in definition:
-            points = points_over(results, way, metric, definition["over"], setting)
-        elif row := results.find(way, metric, **setting):
-            if "x" not in definition:
-                points = [Point(x, y) for x, y in enumerate(row["values"], 1)]
-            elif x := results.find(way, definition["x"], **setting):
-                label, y = kind, results.figure(way, metric, **setting)
-                points = [Point(x["value"], y.value, y.low, y.high, *values)]
+    place, legend = results.here(definition.get("at", {})), definition.get("legend", {})
+    for way, setting in matching_ways(results, definition.get("ways", results.claims.TABLE.ways)):
+        kind = name_of(results, re.split("[:~]", way)[0], setting)
+        label = kind if "x" in definition else name_of(results, way, setting)
+        points = points_of(results, way, definition, place | setting)
         if points:
             curves.setdefault((legend.get(label, label), kind), []).extend(points)
     if "x" in definition:
@@ -183,7 +181,6 @@ def draw_figures(results: Results, folder: Path) -> None:
 def plot_curves(curves: Curves, kinds: dict[str, int], axes: Any) -> None:
     """Plot curves, and name the points of those that join several ways. kinds: a number for each
     kind drawn so far; new kinds are added."""
-    sides = itertools.cycle(SIDES)
     for (label, kind), points in curves.items():
         style = line_style(kinds.setdefault(kind, len(kinds)))
         step = max(1, len(points) // 10)  # in a long series only some points have a marker
@@ -194,10 +191,8 @@ def plot_curves(curves: Curves, kinds: dict[str, int], axes: Any) -> None:
         if all(math.isfinite(point.low + point.high) for point in points):
             spread = [[p.y - p.low for p in points], [p.high - p.y for p in points]]
             axes.errorbar(x, y, spread, fmt="none", capsize=2, ecolor=style["color"])
-        if len(points) > 1 and points[0].name:
-            bound, offset, ha, va = next(sides)
-            style_of_name = {"color": style["color"], "fontsize": 9, "ha": ha, "va": va}
-            for point in points:
-                end = getattr(point, bound)
-                place = (point.x, end if math.isfinite(end) else point.y)
-                axes.annotate(point.name, place, offset, "data", "offset points", **style_of_name)
+        for point in points if len(points) > 1 else []:
+            place, offset = (point.x, point.y), (4, 3)
+            axes.annotate(
+                point.name, place, offset, "data", "offset points", color=style["color"], fontsize=9
+            )

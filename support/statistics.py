@@ -4,10 +4,14 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
+
+MIN_VALUES_OF_INTERVAL = 4  # fewer don't show how they vary
+MIN_VALUES_OF_BOOTSTRAP = 20
 
 
 def kl(expected: Tensor, actual: Tensor) -> Tensor:
@@ -63,6 +67,38 @@ def bootstrap(
     draws = np.random.default_rng(0).integers(len(rows), size=(2000, len(rows)))
     low, high = np.quantile(statistic(rows[draws]), [0.025, 0.975])
     return float(statistic(rows[None])[0]), float(low), float(high)
+
+
+@cache
+def student_t(freedom: int) -> float:
+    """Return the t that Student's distribution exceeds, up or down, with a probability of 5%. With
+    t = sqrt(freedom) tan(angle), the density of the angle is cos(angle)**(freedom - 1)."""
+    angles = np.linspace(0, math.pi / 2, 100_001)
+    shares = np.cumsum(np.cos(angles) ** (freedom - 1))
+    angle = angles[np.searchsorted(shares, 0.95 * shares[-1])]
+    return math.sqrt(freedom) * math.tan(angle)
+
+
+def interval(
+    rows: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]
+) -> tuple[float, float, float]:
+    """Return a smooth statistic of n rows and its 95% interval, which is infinite for n below 4.
+
+    From 20 rows on it is bootstrap()'s. With fewer that one is too narrow (of 6 normal values it
+    covers the mean in 86% of cases), and the interval is Student's t around the statistic, with the
+    jackknife's standard error; for a mean this is the usual t interval. Source: Efron and Tibshirani
+    1993, chapter 11 (pseudo-values).
+    """
+    rows = np.asarray(rows, dtype=np.float64)
+    n, value = len(rows), float(statistic(rows[None])[0])
+    if n < MIN_VALUES_OF_INTERVAL:
+        return value, -math.inf, math.inf
+    if n >= MIN_VALUES_OF_BOOTSTRAP:
+        return bootstrap(rows, statistic)
+    others = np.nonzero(1 - np.eye(n))[1].reshape(n, n - 1)  # (n, n - 1): in row i all but i
+    pseudo_values = n * value - (n - 1) * statistic(rows[others])
+    margin = student_t(n - 1) * pseudo_values.std(ddof=1) / math.sqrt(n)
+    return value, value - margin, value + margin
 
 
 def wilson_interval(k: int, n: int) -> tuple[float, float, float]:

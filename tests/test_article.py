@@ -19,14 +19,12 @@ def test_the_window_of_two_lines_is_right_token_by_token_only() -> None:
 def test_every_way_writes_the_same_and_nothing_is_due_twice(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(article, "QUICK", ("1x1x8", 4, 1))
+    monkeypatch.setattr(article.Size, "quick", lambda: article.Size("1x1x8", 4, 1))
     rows = Results("article", tmp_path, no_verdict_reason="reduced run")
     article.measure(rows, True)
     assert rows.figure("growing", "seconds").value > 0
     assert rows.figure("no-cache", "time", after=1000).value > 0
     assert all(row["value"] == 1 for row in rows.rows.values() if row["metric"] == "same")
-    bytes_of_a_token = 2 * 8 * 4  # key and value
-    assert rows.figure("growing", "each", after=128).value == bytes_of_a_token
     written = rows.path.read_text()
     article.measure(rows, True)
     assert rows.path.read_text() == written
@@ -38,6 +36,6 @@ def test_another_text_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
     monkeypatch.setattr(article.gpt_kv_cache, "generate", others)
     rows = Results("article", tmp_path)
-    article.measure_times(rows, [*article.MODULES], "1x1x8", 3, 1, {})
+    article.measure_times(rows, article.Size("1x1x8", 3, 1))
     assert rows.figure("growing", "same").value < 1
     assert rows.figure("preallocated", "same").value == 1

@@ -76,8 +76,17 @@ def test_solutions_pass_as_exercises_and_stubs_fail(written: bool, tmp_path: Pat
 def test_the_points_of_a_class(tmp_path: Path) -> None:
     name, folder = "02_kv_cache", tmp_path / "class"
     solution = (CHAPTERS / name / "solution.py").read_text()
-    prints = "import atexit\natexit.register(print, '\\n  2.1   9 of 4\\n  2.9   9 of 1')\n"
-    for place, text in {"anna/my copy/chapters": solution, "dan": prints}.items():
+    cheats = {
+        "dan": "import atexit\natexit.register(print, '\\n  2.1   9 of 4')",
+        "eve": "import torch as t\nt.isclose = lambda a, *others, **options: t.ones_like(a) > 0",
+        "fay": "exec(compile(open('gpt_kv_cache.py').read(), '', 'exec'))",
+    }
+    files = {"anna/my copy/chapters": solution}
+    files |= {
+        name: solution.replace("\nimport", f"\n{cheat}\nimport", 1)
+        for name, cheat in cheats.items()
+    }
+    for place, text in files.items():
         (folder / place / name).mkdir(parents=True)
         (folder / place / name / "exercise.py").write_text(text)
     (folder / "cara").mkdir()
@@ -86,8 +95,9 @@ def test_the_points_of_a_class(tmp_path: Path) -> None:
     assert ran.code == 0, ran.err
     head, *rows = (line.split(",") for line in table.read_text().splitlines())
     assert head == ["student", "2.1", "2.2", "2.3", "2.4", "2.5", "total", "note"]
-    ends = [["anna", "10", ""], ["cara", "0", f"{name}: no exercise.py"], ["dan", "0", ""]]
-    assert [[row[0], *row[-2:]] for row in rows] == ends  # whatever dan's file prints
+    ends = [["anna", "10", ""], ["cara", "0", f"{name}: no exercise.py"]]
+    ends += [[name, "0", ""] for name in cheats]
+    assert [[row[0], *row[-2:]] for row in rows] == ends
 
 
 @pytest.mark.slow
@@ -175,6 +185,7 @@ def test_transformers_reads_the_folder_that_engines_are_given(tmp_path: Path) ->
     ("mark", "culprit"),
     [
         ('code("gpt_baseline.py", "Nothing")', "Nothing"),
+        ('code("gpt_baseline.py", "GPTConfig", "class")', "no whole statement"),
         ('diff("gpt_baseline.py", "gpt_kv_cache.py", 11)', "11"),
         ('output("python3 nowhere.py")', "can't open file"),
         ('picture("nothing")', "nothing"),

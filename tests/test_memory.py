@@ -85,7 +85,7 @@ SLOW += ["speculation"]
 @pytest.fixture
 def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quick runs become smaller still."""
-    monkeypatch.setattr(article, "QUICK", ("1x1x8", 4, 1))
+    monkeypatch.setattr(article.Size, "quick", lambda: article.Size("1x1x8", 4, 1))
     monkeypatch.setattr(bounding_study, "QUICK", SMALL_SIZE)
     monkeypatch.setattr(pretraining, "GEOMETRY", pretraining.GEOMETRY | {"n_layer": 1})
     monkeypatch.setattr(recall, "QUICK", recall.QUICK._replace(steps=3, answers=16))

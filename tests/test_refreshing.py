@@ -221,5 +221,6 @@ def test_bad_input_gets_one_sentence(tmp_path: Path) -> None:
 def test_simulated_variance_is_silent_where_passes_agree() -> None:
     ran = start("studies.simulation")
     found = {line.split()[0]: line.split()[1:] for line in ran.out.splitlines() if line[:2] == "  "}
-    assert found["confident"][0] == "150" and found["confident"][3:] == ["0", "0"]
-    assert [found[phase][3:] for phase in ("drift", "ambiguous")] == [["6", "6"], ["6", "0"]]
+    assert found["confident"] == ["150", "0.0096", "0.0001", *["0.00"] * 4]  # means as the source's
+    assert found["drift"] == ["100", "8.1466", "0.0028", "0.00", "0.06", "0.00", "0.03"]
+    assert found["ambiguous"] == ["100", "8.5172", "0.0001", "0.06", "0.00", "0.01", "0.01"]

@@ -1,6 +1,7 @@
 """Chapter 0: diffs and timings.
 
-A text is a list of its lines, without their line breaks, as str.splitlines() returns it.
+A text is a list of its lines, without their line breaks, as str.splitlines() returns it; it may be empty. Every function
+leaves its arguments as they are, and returns the type that it names.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Hunk(NamedTuple):
 
 
 def hunks(old: list[str], new: list[str]) -> list[Hunk]:
-    """Return the differences of two texts, in order: those that difflib.SequenceMatcher finds.
+    """Return a list of the differences of two texts, each a Hunk, in order: those that difflib.SequenceMatcher finds.
 
     Two hunks don't touch: at least one line that both texts have lies between them. Python's difflib finds which lines
     both have: difflib.SequenceMatcher(a=old, b=new, autojunk=False).get_opcodes(). (Without autojunk=False it takes
@@ -34,7 +35,7 @@ def hunks(old: list[str], new: list[str]) -> list[Hunk]:
 
 
 def apply(old: list[str], changes: list[Hunk]) -> list[str]:
-    """Return the new text that hunks, in order, make of the old one; old itself stays as it is.
+    """Return the new text, a new list, that hunks, in order, make of the old one.
 
     Raises ValueError if the old text doesn't have the lines that should go; the message holds the number, from 1, of
     the first such line, the line that should be there, and the one that is (if the text ends before, "end").
@@ -95,7 +96,7 @@ def tokens_per_second(ms: list[float]) -> float:
     """Return how many tokens a second are decoded, from the milliseconds that each token of a text took.
 
     The first time is that of reading the prompt: neither it nor the first token counts. The figure follows from the
-    mean of the other times. Raises ValueError, with the number of times given, if there are no others.
+    mean of the other times. Raises ValueError, with the number of times given (0 or 1), if there are no others.
     """
     # exercise 0.4
     if len(ms) < 2:
@@ -107,8 +108,8 @@ def times_as_fast(ours: list[float], other: list[float]) -> float:
     """Return how many times as fast we are as another program, from the milliseconds of both in several turns.
 
     In every turn both ran, one right after the other, so that whatever else the machine was doing slowed both: the
-    figure is the median over turns of the turn's ratio. Raises ValueError if the numbers of turns differ (the message
-    holds both), or if there are none.
+    figure is the median over turns of the turn's ratio (of an even number of turns, the mean of the middle two). Raises
+    ValueError, whose message holds both numbers of turns, if they differ, or if there are none.
     """
     # exercise 0.4
     if len(ours) != len(other) or not ours:

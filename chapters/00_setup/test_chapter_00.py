@@ -2,6 +2,7 @@
 
 import difflib
 import random
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -9,12 +10,18 @@ import pytest
 
 from chapters.checking import assert_refused, assert_same
 
+promises = import_module("chapters.00_setup.promises")
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAIRS = [
     ("gpt_baseline.py", "gpt_kv_cache.py", ["# NEW"]),
     ("gpt_kv_cache.py", "gpt_bounded_cache.py", ["# RING", "# BCT"]),
 ]
 FILES = [pair[:2] for pair in PAIRS]
+
+
+@pytest.fixture
+def impl(impl: ModuleType) -> object:
+    return promises.Keeping(impl)
 
 
 def read(name: str) -> str:
@@ -50,10 +57,10 @@ def test_hunks_are_the_edits_that_were_made(impl: ModuleType) -> None:
     draw = random.Random(0)
     for trial in range(100):  # small texts first
         old, new, hunks = edited(draw, trial // 4)
-        found = [tuple(hunk) for hunk in impl.hunks(old, new)]
-        assert_same(
-            found, hunks, f"hunks (at, gone, come) of texts of {len(old)} and {len(new)} lines"
-        )
+        found, expected = impl.hunks(old, new), [impl.Hunk(*hunk) for hunk in hunks]
+        what = f"hunks (at, gone, come) of texts of {len(old)} and {len(new)} lines"
+        assert_same([*map(tuple, found)], hunks, what)
+        promises.assert_type(found, expected, what)
 
 
 @pytest.mark.ex0_1
@@ -69,10 +76,9 @@ def test_hunks_make_the_new_text(impl: ModuleType) -> None:
     draw = random.Random(2)
     for trial in range(100):
         old, new, hunks = edited(draw, trial // 4)
-        kept = list(old)
-        made = impl.apply(old, [impl.Hunk(*hunk) for hunk in hunks])
-        assert_same(made, new, f"{hunks} applied to {len(old)} lines")
-        assert old == kept, "apply() must not change the text that it is given"
+        made, what = impl.apply(old, [impl.Hunk(*hunk) for hunk in hunks]), f"{hunks} applied"
+        assert_same(made, new, f"{what} to {len(old)} lines")
+        assert type(made) is list and made is not old, f"{what}: a new list must come back"
 
 
 @pytest.mark.ex0_2
@@ -102,6 +108,7 @@ def test_the_project_keeps_its_promise(
     impl: ModuleType, old: str, new: str, marks: list[str]
 ) -> None:
     wrong = impl.wrong_marks(read(old), read(new), marks)
+    promises.assert_type(wrong, [], "the numbers")
     assert wrong == [], (
         f"line {wrong[0]} of {new} is right: {read(new).splitlines()[wrong[0] - 1]!r}"
     )
@@ -151,15 +158,17 @@ def test_the_prompt_does_not_count(impl: ModuleType) -> None:
         assert found == pytest.approx(50), (
             f"{prompt:.0f} ms for the prompt, then 10, 10 and 40: 3 tokens in 60 ms are 50 tokens/s, not {found:.2f}"
         )
+        promises.assert_type(found, 50.0, "tokens/s")
     why = "1 time, the prompt's, so no token after the first"
     assert_refused(lambda: impl.tokens_per_second([900.0]), why, 1)
+    assert_refused(lambda: impl.tokens_per_second([]), "no time at all", 0)
 
 
 @pytest.mark.ex0_4
 def test_what_slows_both_slows_neither(impl: ModuleType) -> None:
     draw = random.Random(4)
     for _ in range(50):
-        turns, ratio = draw.choice([1, 3, 5, 7]), draw.uniform(0.2, 5)
+        turns, ratio = draw.randint(1, 8), draw.uniform(0.2, 5)
         busy = [draw.uniform(1, 20) for _ in range(turns)]  # what else the machine was doing
         ours, other = [10 * b for b in busy], [10 * ratio * b for b in busy]
         # and something that hit only one of the two
@@ -171,5 +180,8 @@ def test_what_slows_both_slows_neither(impl: ModuleType) -> None:
             f"the other's time over ours was, in {turns} turns, {ratios}: {ratio:.3f} is the median"
         )
         assert found == pytest.approx(ratio), f"{what}, and you say {found:.3f}"
+    found = impl.times_as_fast([1.0, 1.0], [1.0, 3.0])
+    assert found == 2, f"ratios 1 and 3: the median is their mean, 2, and you say {found}"
+    assert_refused(lambda: impl.times_as_fast([], []), "no turn", 0)
     why = "3 turns of ours and 2 of the other, so that one has no partner"
     assert_refused(lambda: impl.times_as_fast([1.0, 1.0, 1.0], [1.0, 1.0]), why, 3, 2)

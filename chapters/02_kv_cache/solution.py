@@ -1,6 +1,7 @@
 """Chapter 2: a KV cache of your own.
 
-B batch, T new tokens, S tokens cached and new, H heads, D head size, L layers.
+B batch, T new tokens, S tokens cached and new, H heads, D head size, L layers. Every function and method leaves its
+arguments as they are, and returns the type that it names.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ class Cache:
     gpt_kv_cache.GPT calls, in every pass: `len(cache)` and `positions` at its beginning, `append`
     once in every layer, in order, and `commit` at its end. A pass that fails never gets to
     `commit`. It also looks at `len(cache.layers)`, which must be the number of layers once
-    something is cached, even if a pass of another model failed before. The cache keeps every key
-    and value once, and the positions, and no other memory. Don't use gpt_kv_cache.KVCache.
+    something is cached, even if a pass of another model failed before. A text may have any length.
+    The cache keeps every key and value once, and the positions, and no other memory, here or
+    elsewhere. Don't use gpt_kv_cache.KVCache.
     """
 
     def __init__(self) -> None:
@@ -50,7 +52,8 @@ class Cache:
         """Add a layer's keys and values (B, H, T, D), in the model's dtype, of the tokens at positions pos (T,). Return
         all keys and all values of the layer (B, H, S, D), the new ones last and the dtype kept, and the mask (T, S):
         True where a token sees a key, that is, up to its own position. The mask may be None if all keys are new, or if
-        a single token sees them all: the model takes None for plain causal attention, which is wrong anywhere else."""
+        a single token sees them all: the model takes None for plain causal attention, which is wrong anywhere else.
+        No error is hidden: keys that don't fit behind the old ones, such as those of another batch size, raise one."""
         # exercise 2.1
         new = torch.stack([k, v])
         if len(self) == 0:
@@ -69,7 +72,8 @@ class Cache:
 
     def truncate(self, n: int) -> None:
         """Keep the first n tokens, and free the memory of the others: a slice of a tensor keeps all
-        of the tensor's memory. A layer may hold more than len(self) tokens after a failed pass.
+        of the tensor's memory. A layer may hold more than len(self) tokens after a failed pass,
+        also if n is len(self). With n = 0 nothing is kept.
         Raises ValueError, and changes nothing, if n is negative or more than the number of tokens;
         the message must have that number."""
         # exercise 2.4
@@ -101,7 +105,8 @@ class GroupedCache(Cache):
 
 
 def greedy(model: Callable[[Tensor, Cache], Tensor], ids: Tensor, n: int) -> list[int]:
-    """Return the n likeliest next tokens after ids (1, T), one after the other, feeding every token but the last once.
+    """Return the n likeliest next tokens after ids (1, T), a list of int, one after the other, feeding every token but
+    the last once. Any token may come, 0 too, and more than once; n may be 0.
 
     model(ids, cache) returns the logits (1, T, V) of ids (1, T) behind what is cached.
     """
@@ -116,6 +121,6 @@ def greedy(model: Callable[[Tensor, Cache], Tensor], ids: Tensor, n: int) -> lis
 def cache_bytes(
     n_layer: int, n_head: int, head_dim: int, tokens: int, batch: int = 1, itemsize: int = 4
 ) -> int:
-    """Return the bytes of all keys and values; itemsize: bytes of a number."""
+    """Return the bytes, an int, of all keys and values; itemsize: bytes of a number, 1 or more."""
     # exercise 2.3
     return 2 * n_layer * batch * n_head * tokens * head_dim * itemsize

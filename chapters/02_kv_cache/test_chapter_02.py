@@ -1,5 +1,6 @@
 """Chapter 2: a cache changes nothing but the work."""
 
+from importlib import import_module
 from itertools import pairwise
 from types import ModuleType
 
@@ -14,12 +15,20 @@ from chapters.checking import (
     assert_refused,
     assert_right,
     assert_same,
+    fail_in_layer,
     random_ids,
 )
 from gpt_kv_cache import GPT, GPTConfig
 
+promises = import_module("chapters.00_setup.promises")
+
 LOGITS = ("row", "token", "logit")
 CONFIG = GPTConfig(vocab_size=100, n_ctx=64, n_layer=3, n_head=2, n_embd=32)
+
+
+@pytest.fixture
+def impl(impl: ModuleType) -> object:
+    return promises.Keeping(impl)
 
 
 def bytes_of(tokens: int, batch: int = 1) -> int:
@@ -39,12 +48,12 @@ def model() -> GPT:
 
 def added(cache: object, first: int, end: int) -> list[tuple[Tensor, Tensor, Tensor | None]]:
     """Append tokens to each of two layers of a cache, as a pass does, and commit them; what append() returned. The
-    numbers of token t's key in layer i are 100 i + t, and those of its value the same, negative."""
+    numbers of token t's key in layer i are 1000 i + t, and those of its value the same, negative."""
     pos, found = torch.arange(first, end), []
     for layer in range(2):
-        k = (100 * layer + pos.float())[None, None, :, None].expand(1, 1, end - first, 2)
-        found.append(cache.append(layer, k.clone(), -k, pos))
-    cache.commit(pos)
+        k = (1000 * layer + pos.float())[None, None, :, None].expand(1, 1, end - first, 2)
+        found.append(promises.keeping(cache.append)(layer, k.clone(), -k, pos))
+    promises.keeping(cache.commit)(pos)
     return found
 
 
@@ -52,16 +61,19 @@ def check(found: list[tuple[Tensor, Tensor, Tensor | None]], first: int, end: in
     """Whether that is what the tokens from first to end see, of a text that begins at 0."""
     for layer, (k, v, mask) in enumerate(found):
         what = f"layer {layer}, {end - first} new after {first}"
-        expected = (100.0 * layer + torch.arange(end))[None, None, :, None].expand(1, 1, end, 2)
+        expected = (1000.0 * layer + torch.arange(end))[None, None, :, None].expand(1, 1, end, 2)
         assert_close(k, expected, f"{what}: keys", ("row", "head", "token", "number"))
         assert_close(v, -expected, f"{what}: values", ("row", "head", "token", "number"))
-        if mask is None:
-            assert first == 0 or end - first == 1, (
-                f"{what}: without a mask, the first sees only key 0, and no error"
-            )
-        else:
-            sees = torch.arange(end) <= torch.arange(first, end)[:, None]
-            assert_close(mask, sees, f"{what}: mask", ("token", "key"))
+        check_mask(mask, first, end, what)
+
+
+def check_mask(mask: Tensor | None, first: int, end: int, what: str) -> None:
+    if mask is None:
+        why = "without a mask, the first sees only key 0, and no error"
+        assert first == 0 or end - first == 1, f"{what}: {why}"
+    else:
+        sees = torch.arange(end) <= torch.arange(first, end)[:, None]
+        assert_close(mask, sees, f"{what}: mask", ("token", "key"))
 
 
 # --- 2.1, in stages, a point each: single tokens; chunks; a pass that fails; the very first pass fails ---------------
@@ -92,7 +104,7 @@ def test_stage_1_two_tokens(impl: ModuleType) -> None:
 
 
 @pytest.mark.ex2_1
-@pytest.mark.parametrize("ends", [(5,), (5, 6), (4, 7), (1, 3), (7, 14), (2, 3, 9, 10)])
+@pytest.mark.parametrize("ends", [(5,), (5, 6), (4, 7), (1, 3), (7, 14), (2, 3, 300, 301, 309)])
 def test_stage_2_chunks(impl: ModuleType, ends: tuple[int, ...]) -> None:
     cache = impl.Cache()
     for first, end in pairwise((0, *ends)):
@@ -138,6 +150,20 @@ def test_stage_3_a_pass_that_fails_changes_nothing(
 
 
 @pytest.mark.ex2_1
+def test_stage_3_what_does_not_fit_raises_an_error(impl: ModuleType) -> None:
+    cache, two_rows = impl.Cache(), torch.zeros(2, 1, 2, 2)
+    added(cache, 0, 3)
+    try:
+        cache.append(0, two_rows, two_rows, torch.arange(3, 5))
+    except Exception:
+        check(added(cache, 3, 5), 3, 5)
+    else:
+        raise AssertionError(
+            "keys of two rows went behind those of one, and append() hid the error"
+        )
+
+
+@pytest.mark.ex2_1
 @pytest.mark.parametrize("where", ["in the middle", "at its end"])
 def test_stage_4_nor_does_the_very_first_pass(impl: ModuleType, model: GPT, where: str) -> None:
     assert_right(model, impl.Cache, f"a pass that fails {where}, then goes on")
@@ -164,19 +190,34 @@ def test_greedy_writes_what_the_baseline_writes(impl: ModuleType, model: GPT) ->
             assert_same(fed, [*ids[0].tolist(), *expected[:-1]], what)
 
 
+@pytest.mark.ex2_2
+def test_greedy_writes_any_token_as_often_as_it_is_the_likeliest(impl: ModuleType) -> None:
+    script = [0, 0, 9, 9, 0, 1] * 20
+
+    def scripted(ids: Tensor, cache: object) -> Tensor:
+        fed.append(ids)
+        likeliest = torch.full_like(ids, script[len(fed) - 1])
+        return torch.nn.functional.one_hot(likeliest, 10) - 5.0
+
+    for n in (0, 1, len(script)):
+        fed: list[Tensor] = []
+        found, what = impl.greedy(scripted, random_ids(1, 3), n), f"{n} new tokens, 0 among them"
+        promises.assert_type(found, script[:n], what)
+        assert_same(found, script[:n], what)
+
+
 @pytest.mark.ex2_3
 def test_bytes_by_formula(impl: ModuleType) -> None:
-    for sizes, options, expected, what in [
-        ((12, 12, 64, 1), {}, 73_728, "a token of GPT-2 124M, in float32"),
-        (
-            (48, 25, 64, 1024),
-            {"batch": 8, "itemsize": 2},
-            2_516_582_400,
-            "8 texts of 1,024 tokens, GPT-2 XL in bfloat16",
-        ),
+    gpt2, xl = (12, 12, 64, 1), (48, 25, 64, 1024, 8, 2)
+    for sizes, expected, what in [
+        (gpt2, 73_728, "a token of GPT-2 124M, in float32"),
+        (xl, 2_516_582_400, "8 texts of 1,024 tokens, GPT-2 XL in bfloat16"),
+        ((2, 3, 5, 7, 11, 1), 4_620, "2 layers, 3 heads of 5, 7 tokens, 11 texts, a byte a number"),
+        ((2, 3, 5, 0), 0, "no token"),
     ]:
-        found = impl.cache_bytes(*sizes, **options)
+        found = impl.cache_bytes(*sizes)
         assert found == expected, f"{what}: {found} bytes, must be {expected}"
+        promises.assert_type(found, expected, what)
 
 
 @pytest.mark.ex2_4
@@ -196,10 +237,13 @@ def test_going_back_and_on_with_another_text(impl: ModuleType, model: GPT, quest
 @pytest.mark.ex2_4
 @torch.no_grad()
 def test_going_back_frees_the_memory(impl: ModuleType, model: GPT) -> None:
-    cache = impl.Cache()
+    before, cache = promises.tensor_bytes(), impl.Cache()
     model(random_ids(1, 40), cache)
-    cache.truncate(4)
-    assert_keeps(cache, bytes_of(4), "4 of 40 tokens kept", spare=128)
+    fail_in_layer(model, random_ids(1, 20), cache, 2)
+    for n in (40, 4, 0):
+        cache.truncate(n)
+        what = f"{n} of 40 tokens kept, after a pass with 20 more that failed"
+        promises.assert_keeps_only(cache, bytes_of(n), before, what)
 
 
 @pytest.mark.ex2_4
@@ -209,8 +253,11 @@ def test_nobody_goes_back_to_the_future(impl: ModuleType, model: GPT, n: int) ->
     cache, ids = impl.Cache(), random_ids(1, 9)
     model(ids[:, :4], cache)
     assert_refused(lambda: cache.truncate(n), f"truncate({n}) of 4 tokens", 4)
-    logits = model(ids[:, 4:], cache)
     what = f"truncate({n}) of 4 tokens was refused, and changed something: check, then change"
+    try:
+        logits = model(ids[:, 4:], cache)
+    except Exception as error:
+        raise AssertionError(f"{what}. The next pass: {error}") from error
     assert_close(logits, model(ids)[:, 4:], what, LOGITS)
 
 
@@ -220,26 +267,19 @@ GROUPS = [(6, 2), (6, 3), (4, 1), (8, 2), (4, 4)]  # query heads, key-value head
 @pytest.mark.ex2_5
 @pytest.mark.parametrize(("n_head", "groups"), GROUPS)
 def test_head_by_head(impl: ModuleType, n_head: int, groups: int) -> None:
-    cache = impl.GroupedCache(n_head)
-    heads = torch.arange(1.0, groups + 1).view(1, groups, 1, 1).expand(2, groups, 3, 5)
-    k, v, _ = cache.append(0, heads.clone(), -heads, torch.arange(3))
-    expected = (2, n_head, 3, 5)
-    what = f"{n_head} query heads, {groups} key-value heads"
-    shapes = f"keys {tuple(k.shape)} and values {tuple(v.shape)}, must be {expected}"
-    assert k.shape == v.shape == expected, f"{what}: {shapes}"
-    serving = [1 + h * groups // n_head for h in range(n_head)]
-    for row in range(2):
-        what_of_row = f"{what}, row {row}: the key-value head, from 1, of each query head"
-        assert_same(k[row, :, 0, 0].tolist(), serving, what_of_row)
-
-
-@pytest.mark.ex2_5
-@torch.no_grad()
-def test_the_cache_keeps_no_copies(impl: ModuleType) -> None:
-    cache = impl.GroupedCache(6)
+    torch.manual_seed(0)
+    kv, serving = torch.randn(2, 2, groups, 12, 5), [h * groups // n_head for h in range(n_head)]
+    before, cache = promises.tensor_bytes(), impl.GroupedCache(n_head)
     for first, end in ((0, 5), (5, 6), (6, 12)):
-        pos, kv = torch.arange(first, end), torch.randn(2, 2, 3, end - first, 8)
-        cache.append(0, *kv, pos)
+        pos = torch.arange(first, end)
+        *found, mask = cache.append(0, *kv[..., first:end, :], pos)
         cache.commit(pos)
-    what = "6 query heads, 3 key-value heads: the cache keeps 3 heads, whatever it hands out"
-    assert_keeps(cache, 2 * 2 * 3 * 12 * 8 * 4, what, spare=512)
+        what = f"{n_head} query heads, {groups} key-value heads, {end - first} new after {first}"
+        check_mask(mask, first, end, what)
+        for name, heads, given in zip(("keys", "values"), found, kv, strict=True):
+            axes = ("row", "query head", "token", "number")
+            assert_close(heads, given[:, serving, :end], f"{what}: {name}", axes)
+    del found, mask, heads
+    promises.assert_keeps_only(
+        cache, kv.nbytes, before, f"{groups} key-value heads, whatever is handed out"
+    )

@@ -1,6 +1,8 @@
 """Chapter 3: caches that don't grow.
 
 B batch, T new tokens, S keys that they attend to, H heads, D head size, W window. A slot is an index of a ring.
+Every function and method leaves its arguments as they are, and returns the type that it names. A window is 1 token or
+more, a text may have any length.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from torch import Tensor
 
 
 def slot_of(pos: int, window: int, sinks: int = 0) -> int:
-    """Return the slot of the token at a position.
+    """Return the slot, an int, of the token at a position.
 
     The first `sinks` tokens keep the first slots. All others use the next window + 1 slots in turn.
     """
@@ -20,24 +22,21 @@ def slot_of(pos: int, window: int, sinks: int = 0) -> int:
 
 
 def held(n: int, window: int, sinks: int = 0) -> list[int | None]:
-    """Return, for each of the sinks + window + 1 slots, the position of the token in it after n
-    tokens; None for an empty slot."""
+    """Return, for each of the sinks + window + 1 slots, the position (an int) of the token in it
+    after n tokens; None for an empty slot. n may be 0."""
     raise NotImplementedError("exercise 3.1")
 
 
-class Preallocated:
-    """Keys and values of up to `capacity` tokens, in memory that is allocated once.
+class Growing:
+    """Given: a cache that grows, as in chapter 2, for gpt_kv_cache.GPT. append() drops what a failed
+    first pass left, then asks store() for the keys and values and mask() for the mask."""
 
-    gpt_kv_cache.GPT uses it in the same way as the cache of chapter 2.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.layers: list[Tensor] = []  # each layer's keys and values (2, B, H, capacity, D)
+    def __init__(self) -> None:
+        self.layers: list[Tensor] = []  # each layer's keys and values (2, B, H, S, D)
         self.pos = torch.empty(0, dtype=torch.long)  # (S,), of the tokens that have been read
 
     def __len__(self) -> int:
-        return len(self.pos)
+        return self.pos.size(-1)
 
     def positions(self, T: int) -> Tensor:
         """Return the positions (T,) at which the next T tokens are read."""
@@ -45,21 +44,49 @@ class Preallocated:
 
     def append(
         self, layer: int, k: Tensor, v: Tensor, pos: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Write a layer's new keys and values (B, H, T, D) behind those of the tokens that have
-        been read. Return the keys and values (B, H, S, D) of all of them, and the mask (T, S) of
-        the keys that each query sees; None if all keys are new, or if there is one query.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Add a layer's keys and values (B, H, T, D) of the tokens at positions pos (T,). Return all
+        keys and values (B, H, S, D), and the mask (T, S)."""
+        if len(self) == 0:
+            del self.layers[layer:]
+        keys, values = self.store(layer, k, v)
+        return keys, values, self.mask(pos)
 
-        While nothing has been read, allocate the layer's memory: zeros in the dtype and on the
-        device of k. It never moves after that; the returned keys and values are views of it.
+    def store(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Put new keys and values behind those of the len(self) tokens that have been read: a pass
+        that failed may have left others there. Return all, new ones included. A layer without any
+        has the number len(self.layers)."""
+        kv = torch.stack([k, v])
+        if layer < len(self.layers):
+            kv = torch.cat([self.layers[layer][..., : len(self), :], kv], dim=3)
+        self.layers[layer : layer + 1] = [kv]
+        return kv[0], kv[1]
+
+    def mask(self, pos: Tensor) -> Tensor:
+        """Return which keys, old ones and new, the queries at positions pos see."""
+        return torch.cat([self.pos.to(pos.device), pos]) <= pos[:, None]
+
+    def commit(self, pos: Tensor) -> None:
+        """Count the tokens at positions pos as read."""
+        self.pos = torch.cat([self.pos.to(pos.device), pos])
+
+
+class Preallocated(Growing):
+    """Keys and values of up to `capacity` tokens, in memory that is allocated once."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity = capacity  # a layer's keys and values are (2, B, H, capacity, D)
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Do what Growing.store() does, without copying what is held: a layer without memory gets
+        zeros for all of the capacity, in the dtype and on the device of k. They never move after
+        that; the returned keys and values (B, H, S, D) are views of them.
+
         Raises ValueError, before anything is written, if there is no room; the message has the
         number of tokens there would be, and the capacity.
         """
         raise NotImplementedError("exercise 3.2")
-
-    def commit(self, pos: Tensor) -> None:
-        """Count the tokens at positions pos (T,) as read."""
-        self.pos = torch.cat([self.pos.to(pos.device), pos])
 
 
 def seen(k_pos: Tensor, pos: Tensor, window: int, sinks: int = 0) -> Tensor:
@@ -74,8 +101,8 @@ def seen(k_pos: Tensor, pos: Tensor, window: int, sinks: int = 0) -> Tensor:
 
 
 def reach(pos: int, window: int, sinks: int, layers: int) -> list[int]:
-    """Return the positions, in order, of all tokens on which the logits at position pos depend, in
-    a model of `layers` layers in which a token sees what seen() says."""
+    """Return the positions, a list of int in order, of all tokens on which the logits at position pos depend, in
+    a model of `layers` layers (1 or more) in which a token sees what seen() says."""
     raise NotImplementedError("exercise 3.3")
 
 
@@ -109,7 +136,8 @@ class Ring:
 
         A single token is written to its slot at once; keys and values are then views of the slots
         that aren't empty, so that decoding copies nothing. Several tokens overwrite no slot in use
-        before `commit`. No assignment writes a slot twice (PyTorch doesn't say which value stays).
+        before `commit`. No assignment, copy or scatter has a slot twice in its index (PyTorch doesn't
+        say which value stays).
         While nothing has been read, allocate the layer's memory: zeros in the dtype and on the
         device of k. It never moves after that.
         """
@@ -117,7 +145,7 @@ class Ring:
 
     def commit(self, pos: Tensor) -> None:
         """Write the tokens of `pending`, at positions pos (T,), to their slots, empty `pending`, and
-        count the tokens at pos as read. Of tokens that share a slot the last stays."""
+        count the tokens at pos as read. Of tokens that share a slot only the last is written."""
         raise NotImplementedError("exercise 3.4")
 
     def truncate(self, n: int) -> None:
@@ -128,41 +156,38 @@ class Ring:
 
 
 def batch(prompts: list[list[int]], filler: int) -> tuple[Tensor, list[int]]:
-    """Return prompts of different lengths as one batch (B, T), and their lengths.
+    """Return prompts of different lengths, none empty, as one batch (B, T) of int64, and a list of
+    their lengths.
 
-    All prompts begin in column 0; copies of the token `filler` pad the shorter ones on the right.
+    All prompts begin in column 0; copies of the token `filler`, which prompts may contain, pad the
+    shorter ones on the right.
     """
     raise NotImplementedError("exercise 3.5")
 
 
-class PaddedBatch:
+class PaddedBatch(Growing):
     """A growing cache for prompts of different lengths: every row counts its own positions.
 
     The first pass reads the prompts as batch() pads them; a later pass reads T tokens of every row.
-    gpt_kv_cache.GPT needs no change for it: positions and mask come from the cache.
+    gpt_kv_cache.GPT needs no change for it: positions and mask come from the cache. len() counts
+    columns, padding included. A pass that fails changes neither what positions() returns nor the
+    next mask.
     """
 
     def __init__(self, lengths: list[int]) -> None:
+        super().__init__()
         self.lengths = torch.tensor(lengths)[:, None]  # (B, 1), of the prompts
-        self.layers: list[Tensor] = []  # each layer's keys and values (2, B, H, S, D)
         self.pos = torch.empty(len(lengths), 0, dtype=torch.long)  # (B, S), of what has been read
-
-    def __len__(self) -> int:
-        """Return the number of columns, padding included."""
-        return self.pos.size(1)
 
     def positions(self, T: int) -> Tensor:
         """Return the positions at which each row reads its next T tokens: (T,) for the prompts, and
         (B, T) once they are read. Padding takes no position."""
         raise NotImplementedError("exercise 3.5")
 
-    def append(
-        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Add a layer's keys and values (B, H, T, D) of the columns at positions pos: (T,) in the
-        first pass, then (B, T). Return all of its keys and values (B, H, S, D), padding included,
-        and a mask (B, 1, T, S): a query sees the tokens of its row up to its own position, and no
-        padding. Queries of padding may see anything. A pass that fails leaves nothing behind."""
+    def mask(self, pos: Tensor) -> Tensor:
+        """Return the mask (B, 1, T, S) of all columns S, those at positions pos included, which are
+        (T,) in the first pass, then (B, T): a query sees the tokens of its row up to its own
+        position, and no padding. Queries of padding may see anything."""
         raise NotImplementedError("exercise 3.5")
 
     def commit(self, pos: Tensor) -> None:

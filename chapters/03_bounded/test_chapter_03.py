@@ -2,11 +2,14 @@
 
 import random
 from functools import partial
+from importlib import import_module
+from itertools import cycle
 from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 import gpt_kv_cache
 from chapters.checking import (
@@ -16,10 +19,11 @@ from chapters.checking import (
     assert_right,
     assert_same,
     fail_in_layer,
-    pass_after_failure,
     random_ids,
 )
 from gpt_bounded_cache import GPT, GPTConfig
+
+promises = import_module("chapters.00_setup.promises")
 
 CONFIG = GPTConfig(vocab_size=100, n_ctx=64, n_layer=3, n_head=2, n_embd=32)
 LOGITS = ("row", "token", "logit")
@@ -35,6 +39,11 @@ FAILURES = [
     "a pass that fails at its end, then goes on",
     "a pass of NaN that fails, then goes on",
 ]
+
+
+@pytest.fixture
+def impl(impl: ModuleType) -> object:
+    return promises.Keeping(impl)
 
 
 def loud(model: torch.nn.Module) -> torch.nn.Module:
@@ -57,29 +66,27 @@ def growing() -> gpt_kv_cache.GPT:
     return loud(gpt_kv_cache.GPT(gpt_kv_cache.GPTConfig(**config)))
 
 
-def check_memory(model: torch.nn.Module, cache: object, slots: int) -> None:
-    """Whether a cache that reads 20 tokens of two texts allocates so many slots once."""
-    where = set()
-    for piece in random_ids(2, 20).split([3, 1, 14, 2], 1):
-        model(piece, cache)
-        where.add(tuple(kv.untyped_storage().data_ptr() for kv in cache.layers))
-    assert len(where) == 1, "the memory has moved: something was allocated after the first pass"
-    nbytes = 2 * CONFIG.n_layer * 2 * CONFIG.n_head * CONFIG.head_dim * slots * 4
-    assert_keeps(cache, nbytes, f"20 tokens of 2 texts in {slots} slots", spare=512)
-
-
 # --- 3.1 ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ex3_1
-def test_slots_by_hand(impl: ModuleType) -> None:
-    found = [impl.slot_of(p, 3) for p in range(10)]
-    assert_same(found, [0, 1, 2, 3, 0, 1, 2, 3, 0, 1], "slots of tokens 0 to 9, window 3")
-    found = [impl.slot_of(p, 3, 2) for p in range(10)]
-    assert_same(found, [0, 1, 2, 3, 4, 5, 2, 3, 4, 5], "slots of tokens 0 to 9, window 3, 2 sinks")
-    assert_same(impl.held(0, 2, 1), [None] * 4, "slots of a ring that has read nothing")
-    assert_same(impl.held(3, 3, 2), [0, 1, 2, None, None, None], "3 tokens, window 3, 2 sinks")
-    assert_same(impl.held(9, 3, 2), [0, 1, 6, 7, 8, 5], "9 tokens, window 3, 2 sinks")
+def test_slots(impl: ModuleType) -> None:
+    draw = random.Random(0)
+    rings = [(3, 0, 10), (3, 2, 9), (3, 2, 0), (1, 0, 500)]  # window, sinks, tokens
+    rings += [(draw.randint(1, 9), draw.randint(0, 4), draw.randint(0, 300)) for _ in range(20)]
+    for window, sinks, n in rings:
+        in_turn, slots = cycle(range(sinks, sinks + window + 1)), []
+        held: list[int | None] = [None] * (sinks + window + 1)
+        for token in range(n):
+            slots.append(token if token < sinks else next(in_turn))
+            held[slots[-1]] = token
+        what = f"window {window}, {sinks} sinks, {n} tokens"
+        for name, found, expected in (
+            ("their slots", [impl.slot_of(token, window, sinks) for token in range(n)], slots),
+            ("held", impl.held(n, window, sinks), held),
+        ):
+            assert_same(found, expected, f"{what}: {name}")
+            promises.assert_type(found, expected, f"{what}: {name}")
 
 
 # --- 3.2 ------------------------------------------------------------------------------------------
@@ -94,25 +101,19 @@ def test_the_logits_are_those_of_an_uncached_pass(
 
 
 @pytest.mark.ex3_2
-@torch.no_grad()
-def test_memory_is_allocated_once(impl: ModuleType, growing: gpt_kv_cache.GPT) -> None:
-    check_memory(growing, impl.Preallocated(30), 30)
-
-
-@pytest.mark.ex3_2
-def test_what_is_returned_is_no_copy(impl: ModuleType) -> None:
-    cache = impl.Preallocated(8)
-    for a, b in [(0, 3), (3, 4), (4, 8)]:
-        pos, new = torch.arange(a, b), torch.randn(2, 1, 2, b - a, 4).bfloat16()
-        k, v, _ = cache.append(0, *new, pos)
+def test_memory_is_allocated_once_and_handed_out_as_it_is(impl: ModuleType) -> None:
+    new, where = torch.randn(2, 1, 2, 90, 4).bfloat16(), set()
+    before, cache = promises.tensor_bytes(), impl.Preallocated(90)
+    for a, b in [(0, 3), (3, 4), (4, 89), (89, 90)]:
+        pos = torch.arange(a, b)
+        k, v, _ = promises.keeping(cache.append)(0, *new[..., a:b, :], pos)
         cache.commit(pos)
-        kv, memory = torch.stack([k, v]), cache.layers[0]
-        assert memory.dtype == new.dtype, f"memory of {memory.dtype}, must be of {new.dtype}"
-        what = f"{b - a} tokens after {a}: the last keys [0] and values [1] that are returned"
-        assert_close(kv[..., a:, :], new, what, tolerance=0)
-        for x in (k, v):
-            same = x.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
-            assert same, f"{b} tokens: what is returned is a copy, and no view of layers[0]"
+        what = f"{b - a} tokens after {a}: all keys [0] and values [1] that are returned"
+        assert_close(torch.stack([k, v]), new[..., :b, :], what, tolerance=0)
+        promises.assert_type(k, new, what)
+        where |= {x.untyped_storage().data_ptr() for x in (k, v, cache.layers[0])}
+        assert len(where) == 1, f"{what}: they are copies, or the memory has moved"
+    promises.assert_keeps_only(cache, new.nbytes, before, "90 tokens", spare=1024)
 
 
 @pytest.mark.ex3_2
@@ -124,12 +125,12 @@ def test_a_write_past_the_end_is_refused_and_changes_nothing(
     cache, ids = impl.Preallocated(8), random_ids(1, 20)
     if read:
         growing(ids[:, :read], cache)
-    before = [kv.clone() for kv in cache.layers]
+    before = promises.copied(cache.layers)
     what = f"{more} tokens after {read} of 8"
     assert_refused(lambda: growing(ids[:, read : read + more], cache), what, read + more, 8)
     assert len(cache) == read, f"{len(cache)} tokens after a refusal, {read} before"
-    same = [torch.equal(a, b) for a, b in zip(before, cache.layers, strict=True)]
-    assert all(same), f"{what}: checked too late, and the memory has changed"
+    same = promises.is_same(cache.layers, before)
+    assert same, f"{what}: checked too late, and the memory has changed"
 
 
 # --- 3.3 ------------------------------------------------------------------------------------------
@@ -139,7 +140,11 @@ def test_a_write_past_the_end_is_refused_and_changes_nothing(
 def test_what_a_token_depends_on_through_all_layers(impl: ModuleType) -> None:
     draw = random.Random(0)
     for _ in range(150):
-        n, window, sinks = draw.randint(1, 40), draw.randint(1, 6), draw.choice([0, 0, 1, 3, 50])
+        n, window, sinks = (
+            draw.choice([*range(1, 40), 200]),
+            draw.randint(1, 6),
+            draw.choice([0, 0, 1, 3, 50]),
+        )
         layers, at = draw.randint(1, 9), torch.arange(n)
         sees = (at <= at[:, None]) & ((at > at[:, None] - window) | (at < sinks))
         through = torch.eye(n, dtype=torch.bool)
@@ -147,7 +152,9 @@ def test_what_a_token_depends_on_through_all_layers(impl: ModuleType) -> None:
             through = (through.float() @ sees.float()) > 0
         expected = through[-1].nonzero().flatten().tolist()
         what = f"token {n - 1}, window {window}, {sinks} sinks, {layers} layers"
-        assert_same(impl.reach(n - 1, window, sinks, layers), expected, what)
+        found = impl.reach(n - 1, window, sinks, layers)
+        promises.assert_type(found, expected, what)
+        assert_same(found, expected, what)
 
 
 # --- 3.4 ------------------------------------------------------------------------------------------
@@ -172,10 +179,36 @@ def test_the_logits_are_those_of_one_masked_pass(
     assert_right(model, partial(impl.Ring, window, sinks), question, window=window, sinks=sinks)
 
 
+class Writes(TorchFunctionMode):
+    """Notes writes by an index that holds a slot twice."""
+
+    twice = ""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func.__name__ in ("__setitem__", "index_put_", "index_copy_", "scatter_"):
+            for given in args[1:]:
+                for index in given if isinstance(given, tuple) else [given]:
+                    if isinstance(index, Tensor) and index.dtype == torch.long and index.dim():
+                        slots = index.size(-2) if index.dim() > 1 else len(index)
+                        if len(index.unique()) < slots:
+                            self.twice = f"{func.__name__} to the slots {index.tolist()}"
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.ex3_4
 @torch.no_grad()
-def test_a_ring_is_allocated_once_and_never_more(impl: ModuleType, model: GPT) -> None:
-    check_memory(model, impl.Ring(5, 2), 8)
+def test_a_ring_is_allocated_once_and_no_write_has_a_slot_twice(
+    impl: ModuleType, model: GPT
+) -> None:
+    before, cache, where = promises.tensor_bytes(), impl.Ring(5, 2), set()
+    for piece in random_ids(2, 48).split([3, 1, 14, 1, 2, 27], 1):
+        with Writes() as writes:
+            model(piece, cache)
+        assert not writes.twice, f"{piece.size(1)} tokens: {writes.twice}: which of them stays?"
+        where.add(tuple(kv.untyped_storage().data_ptr() for kv in cache.layers))
+    assert len(where) == 1, "the memory has moved: something was allocated after the first pass"
+    enough = 2 * CONFIG.n_layer * 2 * CONFIG.n_head * CONFIG.head_dim * 8 * 4
+    promises.assert_keeps_only(cache, enough, before, "48 tokens of 2 texts in 8 slots", spare=1024)
 
 
 @pytest.mark.ex3_4
@@ -192,9 +225,9 @@ def test_what_is_evicted_cannot_be_kept(impl: ModuleType, model: GPT) -> None:
 @pytest.mark.ex3_4
 def test_decoding_copies_nothing(impl: ModuleType) -> None:
     ring = impl.Ring(3, 1)
-    for t in range(12):
+    for t in range(60):
         pos, new = torch.arange(t, t + 1), torch.full((1, 1, 1, 4), float(t))
-        k, v, _ = ring.append(0, new, -new, pos)
+        k, v, _ = promises.keeping(ring.append)(0, new, -new, pos)
         slots = ring.layers[0].untyped_storage().data_ptr()
         assert {x.untyped_storage().data_ptr() for x in (k, v)} == {slots}, "a copy"
         assert {*range(max(0, t - 2), t + 1), 0} <= {*k[0, 0, :, 0].tolist()}, "its own key too"
@@ -210,6 +243,9 @@ def test_prompts_begin_in_the_same_column(impl: ModuleType) -> None:
     ids, lengths = impl.batch([[5], [1, 2, 3], [4, 6]], 99)
     assert_same(ids.tolist(), [[5, 99, 99], [1, 2, 3], [4, 6, 99]], "rows, 99 is padding")
     assert_same(lengths, [1, 3, 2], "lengths")
+    promises.assert_type(ids, torch.tensor([1]), "the batch")
+    promises.assert_type(lengths, [1, 3, 2], "the lengths")
+    assert impl.batch([[0]], 0)[0].tolist() == [[0]], "one prompt of one token"
 
 
 @pytest.mark.ex3_5
@@ -219,9 +255,11 @@ def test_every_row_is_what_its_prompt_alone_gives(
 ) -> None:
     draw = random.Random(0)
     for trial in range(10):
-        rows = [random_ids(1, draw.randint(1, 20), 10 * trial + i)[0].tolist() for i in range(4)]
+        most = draw.choice([1, 20])  # tokens of a prompt
+        rows = [random_ids(1, draw.randint(1, most), 10 * trial + i)[0].tolist() for i in range(4)]
         ids, lengths = impl.batch(rows, 99)
         cache = impl.PaddedBatch(lengths)
+        fail_in_layer(growing, ids, cache, 2)
         assert cache.positions(3).tolist() == [0, 1, 2], "the prompts' positions"
         logits = growing(ids, cache)
         for row, got, n in zip(rows, logits, lengths, strict=True):
@@ -234,29 +272,13 @@ def test_every_row_is_what_its_prompt_alone_gives(
             assert next_pos == [length + n for length in lengths], (
                 f"prompts of {lengths} tokens, {n} more: next positions {next_pos}"
             )
+            fail_in_layer(growing, random_ids(4, 3), cache, 1)
             logits = growing(more[:, n : n + size], cache)
             n += size
             for row, new, got in zip(rows, more.tolist(), logits, strict=True):
                 expected = growing(torch.tensor([row + new[:n]]))[0, -size:]
                 what = f"prompts of {lengths} tokens, then {n - size}, then {size}"
                 assert_close(got, expected, what, LOGITS)
-
-
-@pytest.mark.ex3_5
-@torch.no_grad()
-def test_a_failed_pass_leaves_a_batch_as_it_was(
-    impl: ModuleType, growing: gpt_kv_cache.GPT
-) -> None:
-    ids, lengths = impl.batch([[1, 2, 3, 4], [5, 6]], 99)
-    cache = impl.PaddedBatch(lengths)
-    fail_in_layer(growing, ids, cache, 2)
-    growing(ids, cache)
-    fail_in_layer(growing, random_ids(2, 3), cache, 1)
-    more = random_ids(2, 2, seed=1)
-    what = "two tokens after passes that failed, in the row of two"
-    got = pass_after_failure(growing, more, cache, what)
-    expected = growing(torch.tensor([[5, 6, *more[1].tolist()]]))
-    assert_close(got[1], expected[0, 2:], what, LOGITS[1:])
 
 
 # --- 3.6 ------------------------------------------------------------------------------------------
@@ -283,15 +305,16 @@ def attended(impl: ModuleType, q: Tensor, k: Tensor, v: Tensor, window: int, sin
 def test_places_are_counted_among_the_tokens_held(
     impl: ModuleType, window: int, sinks: int, heads: int, size: int
 ) -> None:
-    draw = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(3, 30, heads, size, dtype=torch.float64, generator=draw)
-    q[20:] *= 300  # scores of both signs, in the hundreds
+    draw, n = torch.Generator().manual_seed(0), 300
+    q, k, v = torch.randn(3, n, heads, size, dtype=torch.float64, generator=draw)
+    q[20:30] *= 300  # scores of both signs, in the hundreds
     ring, where = impl.RotaryRing(window, sinks), set()
-    expected = attended(impl, q, k, v, window, sinks)
-    for t in range(30):
+    expected, step = attended(impl, q, k, v, window, sinks), promises.keeping(ring.step)
+    for t in range(n):
         what = f"window {window}, {sinks} sinks, token {t}"
-        got = ring.step(q[t], k[t], v[t])
+        got = step(q[t], k[t], v[t])
         assert_close(got, expected[t], what, ("head", "number"), tolerance=1e-6)
+        promises.assert_type(got, expected, what)
         where.add((ring.keys.data_ptr(), ring.values.data_ptr()))
     assert len(where) == 1, "the memory has moved: something was allocated after the first token"
     assert_keeps(ring, 2 * heads * (sinks + window) * size * 8, what, spare=64)

@@ -1,6 +1,9 @@
 """Chapter 5: reusing a cache for another prompt.
 
 B batch, L layers, H heads, D head size, S tokens of a cache, k tokens stored, T tokens after them.
+
+In every task the result has exactly the types of the signature (a tensor is no int, a range no list), and arguments
+stay as they are unless the task says otherwise. A text has at least one token.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ UNREADABLE = (SafetensorError, OSError, ValueError, KeyError, RuntimeError, Type
 def longest(stored: Sequence[Sequence[int]], ids: Sequence[int]) -> tuple[int, int]:
     """Return the index of the stored text to reuse for the prompt ids, and how many tokens of its cache: as many as
     possible, but never all of ids, since logits need a token to feed. Part of a stored text may be reused. If nothing
-    can be, the number is 0 and the index doesn't matter."""
+    can be (nothing is stored, say, or ids is a single token), the number is 0 and the index doesn't matter."""
     raise NotImplementedError("exercise 5.1")
 
 
@@ -38,24 +41,26 @@ def answer(
     """Return the n (at least 1) greedy tokens after ids, as a cold run would write them.
 
     store holds caches by the tokens that they were computed from. No token of the longest reusable prefix is read
-    again. Afterwards the tokens read in this run (the prompt and all new tokens but the last) are stored too. The older
-    entries are unchanged, and none is replaced, not even by an equal one. All of it fits in the context.
+    again. Afterwards the tokens read in this run (the prompt and all new tokens but the last; for n = 1 the prompt alone)
+    are stored too, as ints. The older entries are unchanged, and none is replaced, not even by an equal one. All of it
+    fits in the context.
     """
     raise NotImplementedError("exercise 5.2")
 
 
 def published_call(k: int, T: int) -> tuple[list[int], list[int]]:
-    """Return what the published call reads first, by the chapter's rule, if the first k tokens of a text are cached and
-    T (at least 1) more are given: the indices in the whole text, from 0, of the tokens that it feeds; and the positions
-    at which it reads them."""
+    """Return what the published call reads first, by the chapter's rule, if the first k tokens of a text (0: none) are
+    cached and T (at least 1) more are given: the indices in the whole text, from 0, of the tokens that it feeds; and
+    the positions at which it reads them."""
     raise NotImplementedError("exercise 5.3")
 
 
 def break_even(read: float, fixed: float, token_bytes: int, bandwidth: float) -> int | None:
-    """Return the least number of tokens that are restored in less time than they are read in; None if there is none.
+    """Return the least number of tokens that are restored in less time than they are read in, at least 1; None
+    if there is none, as where both take as long.
 
     read: seconds to read a token; fixed: seconds to restore any number of tokens, to which each adds its bytes;
-    token_bytes: bytes of a token's keys and values; bandwidth: bytes restored in a second.
+    token_bytes: bytes of a token's keys and values; bandwidth: bytes restored in a second. All but bandwidth may be 0.
     """
     raise NotImplementedError("exercise 5.4")
 
@@ -65,9 +70,10 @@ def save(file: Path, model: GPT, ids: Sequence[int], cache: KVCache) -> None:
     that load() can trust.
 
     A reader at any time finds the old file or the new one, never half of one: write it beside its
-    place, then move it there by os.replace. No other file is left, not even if that fails. Several
-    programs may save under the same name at the same time: the last to finish wins. What a failed
-    pass has left in the cache, past its len(cache) tokens, isn't saved.
+    place, then move it there by os.replace. Several programs may save under the same name at the
+    same time: the last to finish wins. If anything fails, by an error or by Ctrl-C, it is raised
+    again, and no other file is left. What a failed pass has left in the cache, past its len(cache)
+    tokens, isn't saved.
 
     Ready to use: fingerprint(model), a text that changes with any weight, the geometry and the dtype; and
     zlib.crc32(raw_bytes(x)), a checksum of a tensor's bytes (not of its shape or dtype). Metadata are texts.
@@ -77,10 +83,11 @@ def save(file: Path, model: GPT, ids: Sequence[int], cache: KVCache) -> None:
 
 def load(file: Path, model: GPT, ids: Sequence[int]) -> KVCache:
     """Return a cache (one row) of the longest beginning of ids that the file holds, but not of all of ids. It takes no
-    more memory than its tokens need: a slice of a tensor keeps all of the tensor.
+    more memory than its tokens need: a slice of a tensor keeps all of the tensor. (Layers may share one.)
 
-    The cache is empty if there is no file, or if the file's first token is another one. It is empty, with a warning
-    (warnings.warn), if the file is of another model or isn't exactly what save() wrote: damaged, cut off, of another
-    shape or dtype. No content of the file makes this raise (see UNREADABLE) or return a wrong cache.
+    The cache is empty if there is no file, if the file's first token is another one, or if ids is a single token. It is
+    empty, with a warning (warnings.warn), if the file is of another model (the same object with changed weights is one)
+    or isn't exactly what save() wrote: damaged, cut off, of another shape or dtype. No content of the file makes this
+    raise (see UNREADABLE) or return a wrong cache.
     """
     raise NotImplementedError("exercise 5.5")

@@ -1,6 +1,9 @@
 """Chapter 6: a first token from a similar prompt's cache, and how to find out that it is wrong.
 
-H heads, D head size, n tokens, N examples, F features, O outputs, V vocabulary.
+H heads, D head size, n tokens, N examples, F features, O outputs, V vocabulary: 1 or more of each.
+
+In every task the result has exactly the types of the signature (a float is Python's, not NumPy's), and arguments and
+the generators of random numbers that others use stay as they are.
 """
 
 from __future__ import annotations
@@ -18,10 +21,9 @@ MOST_LOST = 0.01  # of the answers that are right
 
 
 def kl(p: Tensor, q: Tensor) -> Tensor:
-    """Return KL(p || q) in nats between the distributions that two sets of logits (..., V) stand
-    for: the cost of taking q for p. It is finite for all finite logits in float32 and shorter
-    formats, 0 for equal ones, and never negative, though rounding could make it so. p and q aren't
-    changed."""
+    """Return KL(p || q) (...) in nats, in float64, between the distributions that two sets of logits (..., V) stand
+    for: the cost of taking q for p. It is finite for all finite logits in float32 and shorter formats, 0 for equal
+    ones, and never negative, though rounding could make it so."""
     # exercise 6.1
     p, q = p.double().log_softmax(-1), q.double().log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1).clamp(min=0)
@@ -42,7 +44,8 @@ def one_summary_token(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def ridge(x: Tensor, y: Tensor, penalty: float) -> Tensor:
-    """Return the w (F, O), in float64, with the least |x w - y|^2 + penalty |w|^2, for x (N, F) and y (N, O).
+    """Return the w (F, O), in float64, with the least |x w - y|^2 + penalty |w|^2, for x (N, F) and y (N, O) and a
+    penalty above 0.
 
     Computed in float64 whatever x and y are, and on their device. Where there are fewer examples than features, no
     F x F matrix is made: then w = x^T a, and N equations are to be solved for a. Where there are more, no N x N matrix
@@ -60,10 +63,10 @@ def folds(families: Sequence[str], n: int, seed: int = 0) -> list[tuple[list[int
     """Return n pairs of indices, of prompts to fit on and prompts to test on; families has each
     prompt's family.
 
-    A family is never on both sides; every prompt is tested in one of the pairs, and fitted on in all others; the
-    numbers of families that are tested differ by one at most. Which family goes where is drawn by the seed, and is the
-    same in every process (the order of a set of texts isn't). No generator that others use is changed. Raises
-    ValueError, with both numbers, if there are fewer families than n.
+    A family is never on both sides; every prompt is tested in one of the pairs, and fitted on in all others (in a
+    single fold all are tested, and none is fitted on); the numbers of families that are tested differ by one at most.
+    Which family goes where is drawn by the seed, any seed, 0 included, and is the same in every process (the order of a
+    set of texts isn't). Raises ValueError, with both numbers, if there are fewer families than n (at least 1).
     """
     # exercise 6.4
     names = list(dict.fromkeys(families))
@@ -84,8 +87,8 @@ def interval(
     """Return the mean of values, and its 95% interval by bootstrap over families; each value belongs to one.
 
     A draw is as many families as there are, some of them several times, with all their values; its result is the mean
-    of these values. The interval is from the 2.5% to the 97.5% quantile of the results of `draws` draws. The seed
-    decides what is drawn: equal arguments give equal results, and no generator that others use is changed.
+    of these values. The interval is from the 2.5% to the 97.5% quantile of the results of `draws` draws: of one draw, or
+    of one family, it is a point. The seed decides what is drawn: equal arguments give equal results.
     """
     # exercise 6.5
     by_family: dict[str, list[float]] = {}

@@ -1,6 +1,9 @@
 """Chapter 7: a teacher reads, a student writes on its cache, and the cache is refreshed; or the teacher checks drafts.
 
 B batch, T tokens, S tokens in a cache, H heads, D head size, V vocabulary.
+
+In every task the result has exactly the types of the signature (a list of ranges isn't one of lists, a tensor is no
+int), and arguments stay as they are unless the task says that they change. Prompts have at least one token.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from gpt_kv_cache import GPTConfig, KVCache
 
 def splice_last(cache: KVCache, source: KVCache, n: int) -> None:
     """Replace the keys and values of a cache's last n tokens by the source's last n, in all rows and layers of
-    `layers`. The source doesn't change, and the two share no memory.
+    `layers`; for n = 0, of none. The source doesn't change, and the two share no memory.
 
     A layer's tensor (2, B, H, any, D) may be longer than its cache: after a failed pass it holds more than len(cache)
     tokens, and the rest doesn't count. Raises ValueError, with the two numbers or shapes that don't fit, and changes
@@ -30,11 +33,11 @@ def splice_last(cache: KVCache, source: KVCache, n: int) -> None:
 
 def refreshed(prompt: int, new: int, every: int, window: int | None = None) -> list[range]:
     """Return the positions whose entries each refresh replaces, in a text of `prompt` tokens and `new` written ones.
-    The student reads each written token to get the next one, but not the last.
+    The student reads each written token to get the next one, but not the last; so for 0 or 1 there is no refresh.
 
     A refresh comes when the student has read `every` tokens since the last one, or since the
     prompt. It replaces the entries of these tokens; with a window, of at most the last `window` of
-    them. A speculative refresh has every = window.
+    them. A speculative refresh has every = window. Both are at least 1.
     """
     raise NotImplementedError("exercise 7.2")
 
@@ -47,8 +50,8 @@ def teacher_reads(prompt: int, new: int, every: int, keeps: bool) -> int:
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """Return the entropy in bits (...), in float32, of the distributions given by logits (..., V) of any dtype. A logit
-    may be -inf: of a token that is ruled out."""
+    """Return the entropy in bits (...), in float32, of the distributions given by logits (..., V) of any dtype; of a
+    single token it is 0. A logit may be -inf: of a token that is ruled out."""
     raise NotImplementedError("exercise 7.3")
 
 
@@ -56,7 +59,7 @@ def fires(signals: Tensor, threshold: float, cooldown: int) -> list[int]:
     """Return after which tokens, counted from 1, a gate refreshes; signals (T,) has its signal after each token.
 
     It refreshes if the signal is above the threshold and at least `cooldown` tokens were read since the last refresh,
-    or since the prompt.
+    or since the prompt. With a cooldown of 0 or 1 it may refresh after each token.
     """
     raise NotImplementedError("exercise 7.3")
 
@@ -83,8 +86,9 @@ class Tracer:
 
 
 def misplaced(write: Callable[..., KVCache], prompt: int, n: int, every: int) -> list[int]:
-    """Return the slots of the student's cache that hold a wrong token after a program has written n tokens. The prompt
-    is 0, 1 ... prompt - 1; a refresh comes every `every` tokens.
+    """Return the slots of the student's cache, of the prompt's too, that hold a wrong token after a program has written
+    n (at least 1) tokens. The prompt is 0, 1 ... prompt - 1; a refresh comes every `every` tokens. What a failed pass
+    has left past the cache's tokens doesn't count.
 
     The program is write(teacher, student, ids, n, every); ids is (1, T), and it returns the student's cache.
     """
@@ -99,7 +103,7 @@ def generate(
     n: int,
     due: Callable[[int, Tensor], bool],
 ) -> list[int]:
-    """Return n greedy tokens after ids (1, T), refreshed when `due` says so.
+    """Return n (0 or more) greedy tokens after ids (1, T), refreshed when `due` says so.
 
     teacher(ids, cache, last_only=True) returns the logits (1, 1, V) of the next token, and so does the student.
 
@@ -124,7 +128,6 @@ def verify(
 ) -> list[int]:
     """Return the tokens that a draft adds to a text, so that it stays the teacher's greedy text: the drafted tokens
     before the first that the teacher would not have written, then one token of the teacher's. The draft may be empty.
-    text and draft themselves stay as they are.
 
     teacher(ids, cache) reads ids (1, T) after the cached tokens, and returns the logits (1, T, V) after each of them.
     Call it once, on its own cache, `read`, with the tokens of the text that `read` lacks (at least one), then the
@@ -144,7 +147,7 @@ def accepted(p: Tensor, q: Tensor, draft: list[int], u: list[float]) -> tuple[in
     uniform random number, 0 <= u < 1; the token stays if it is small enough. For any q, the tokens
     must be distributed as p, and as many drafted tokens as possible must stay. A token of
     probability 0 in p never stays. If p and q are equal but for rounding, what q lacks may be 0
-    everywhere: then return p or q, not 0 / 0. p and q stay as they are.
+    everywhere: then return p or q, not 0 / 0.
     Source: Leviathan, Kalman and Matias 2023, "Fast Inference from Transformers via Speculative
     Decoding", algorithm 1.
     """

@@ -1,6 +1,9 @@
 """Chapter 8: floors, times, intervals, and how equal is equal.
 
-B batch, T tokens, S tokens cached and new, H heads, D head size, N numbers, R results, V vocabulary.
+B batch, T tokens, S tokens cached and new, H heads, D head size, N numbers, R results, V vocabulary: 1 or more of each.
+
+In every task the result has exactly the types of the signature (a float is Python's, not NumPy's or a tensor), and
+arguments and the generators of random numbers that others use stay as they are.
 """
 
 from __future__ import annotations
@@ -12,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpt_kv_cache import GPT
+from gpt_kv_cache import GPT, KVCache
 
 
 def floor_ms(model: GPT, gb_per_s: float, tokens: int = 0, texts: int = 1) -> float:
     """Return the least milliseconds of a decoding step, on a machine that reads gb_per_s GB (1e9 bytes) a second.
 
     A step reads all parameters of the model once, and for each of `texts` texts the keys and values
-    of `tokens` cached tokens. The cache has the dtype of the weights.
+    of `tokens` (0 or more) cached tokens. The cache has the dtype of the weights.
     Source: benchmarks/measuring.py, machine_limits(), there without the cache.
     """
     raise NotImplementedError("exercise 8.1")
@@ -28,7 +31,8 @@ def floor_ms(model: GPT, gb_per_s: float, tokens: int = 0, texts: int = 1) -> fl
 def step_times(
     tokens: Iterator[Tensor], n: int, clock: Callable[[], float], wait: Callable[[], None]
 ) -> list[float]:
-    """Return n + 1 times in milliseconds: of the first token, which reads the prompt, and of each of the n after it.
+    """Return n + 1 times in milliseconds: of the first token, which reads the prompt, and of each of the n (0 or more)
+    after it.
 
     tokens yields a token as soon as its work has been handed to the device, which may have hardly begun with it.
     clock() returns seconds. wait() returns when the device has done all of its work. Earlier work may still be under
@@ -49,9 +53,9 @@ def tokens_per_s(turns: list[list[float]], texts: int = 1) -> float:
 
 
 def in_turn(contenders: dict[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:
-    """Return the milliseconds of each contender, by name, in each of `turns` turns. Calling a contender runs it once
-    and returns its milliseconds. A turn runs every contender once, in the given order; one more turn before the first
-    is the warm-up and doesn't count.
+    """Return the milliseconds of each contender, by name, in each of `turns` turns (at least 1). Calling a contender
+    runs it once and returns its milliseconds. A turn runs every contender once, in the given order; one more turn before
+    the first is the warm-up and doesn't count.
     """
     raise NotImplementedError("exercise 8.3")
 
@@ -72,8 +76,8 @@ def interval(
     prompt (R,) has the number of each result's prompt. Results of one prompt (by other seeds) are alike, and prompts
     may have different numbers of them. So take the mean of each prompt's results first; the mean returned is the mean
     of these. For the interval draw, `draws` times, P of the P prompts with replacement, and average their means. The
-    ends are the 2.5% and 97.5% quantiles of these averages. Draw by numpy.random.default_rng(seed), so that equal
-    arguments give equal results.
+    ends are the 2.5% and 97.5% quantiles of these averages: of one draw, or of one prompt, they are one point. Draw by
+    numpy.random.default_rng(seed), so that equal arguments give equal results.
     """
     raise NotImplementedError("exercise 8.4")
 
@@ -95,8 +99,8 @@ def pairwise(x: Tensor) -> Tensor:
 
 def same(got: Tensor, expected: Tensor) -> bool:
     """Return whether two tensors of logits are equal but for rounding: their shapes are equal, all numbers are finite,
-    and the largest difference, divided by the largest magnitude in `expected`, is within a tolerance for the dtype of
-    `got`.
+    and the largest difference is at most the largest magnitude in `expected` times a tolerance for the dtype of `got`.
+    So zeros are the same as zeros.
 
     Choose the tolerances of float32, float16 and bfloat16 by the output of chapters/08_measuring/rounding.py: above
     the effect of other chunks, and below that of a wrong mask. In float32 they must also find another GELU; in the
@@ -116,35 +120,28 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     raise NotImplementedError("exercise 8.6")
 
 
-class Int8Cache:
+class Int8Cache(KVCache):
     """A growing cache for gpt_kv_cache.GPT that keeps keys and values in int8.
 
-    A token is quantized once, when it is read. Its own pass attends to the quantized numbers too, so the logits of a
-    text don't depend on how it is cut into chunks.
+    The base class keeps the numbers, and a second KVCache their scales. They count the tokens, make the mask, and drop
+    what a failed pass has left; what is new is append(). A token is quantized once, when it is read. Its own pass
+    attends to the quantized numbers too, so the logits of a text don't depend on how it is cut into chunks.
     """
 
     def __init__(self) -> None:
-        self.layers: list[Tensor] = []  # each layer's numbers (2, B, H, S, D), int8
-        self.scales: list[Tensor] = []  # and their scales (2, B, H, S, 1)
-        self.pos = torch.empty(0, dtype=torch.long)  # (S,)
-
-    def __len__(self) -> int:
-        return len(self.pos)
-
-    def positions(self, T: int) -> Tensor:
-        """Return the positions (T,) at which the next T tokens are read."""
-        return len(self) + torch.arange(T)
+        super().__init__()  # layers: each layer's numbers (2, B, H, S, D), int8
+        self.scales = KVCache()  # layers: their scales (2, B, H, S, 1)
 
     def append(
         self, layer: int, k: Tensor, v: Tensor, pos: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Quantize and keep a layer's new keys and values (B, H, T, D). Return all that are kept (B, H, S, D), back in
-        the dtype of k, and the mask (T, S), all on the device of k and pos. Nothing that a failed pass left may count,
-        not even if the next pass is of a model with fewer layers."""
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Quantize a layer's new keys and values (B, H, T, D), and append the numbers to the base class and the scales
+        to the second cache. Return all that are kept (B, H, S, D), back in the dtype of k, and the base class's mask."""
         raise NotImplementedError("exercise 8.6")
 
     def commit(self, pos: Tensor) -> None:
-        self.pos = torch.cat([self.pos.to(pos.device), pos])
+        super().commit(pos)
+        self.scales.commit(pos)
 
 
 @torch.no_grad()

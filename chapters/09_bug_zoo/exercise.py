@@ -95,12 +95,13 @@ def check_chunks(module: ModuleType) -> None:
 def check_state(module: ModuleType) -> None:
     """Raise unless a KVCache keeps these promises:
 
-    - An interrupted pass leaves the cache as it was, empty or not, in whichever layer it stops, or before the head.
+    - An interrupted pass leaves the cache as it was, empty or not, in whichever layer it stops, or before the head,
+      whether it reads one token or several, and if it happens twice.
     - A pass that doesn't fit in the context raises ValueError and leaves the cache as it was.
     - A clone goes on as the original would. Changes to one don't reach the other, even if all its tensors
       (cache.layers) are overwritten.
-    - truncate(n) keeps the first n tokens: the next pass continues from them. The memory of the others is freed: the
-      tensors in cache.layers own cache.nbytes bytes. An impossible n raises ValueError and changes nothing.
+    - truncate(n) keeps the first n tokens, from none to all: the next pass continues from them. The memory of the others
+      is freed: the tensors in cache.layers own cache.nbytes bytes. An impossible n raises ValueError and changes nothing.
     """
     raise NotImplementedError("exercise 9.3")
 
@@ -110,7 +111,8 @@ def check_ring(module: ModuleType) -> None:
     gpt_bounded_cache.py; where in memory the cache keeps a token is its own affair.
 
     - In each layer a token sees the last `window` tokens, itself included, and the first `sinks`; no other token.
-    - That holds for any cut into chunks, also chunks longer than the window, and for texts of many windows.
+    - That holds for any cut into chunks, also chunks longer than the window, for texts of many windows, and for a cache
+      that is cut back to 0 and used again.
     - cache.pos lists the positions of the tokens held, in any order, each once: the last `window`, the first `sinks`,
       and at most one more, which no token sees again.
     - A pass that is interrupted anywhere changes nothing for later passes, whether it read one token or several.

@@ -121,12 +121,13 @@ def check_chunks(module: ModuleType) -> None:
 def check_state(module: ModuleType) -> None:
     """Raise unless a KVCache keeps these promises:
 
-    - An interrupted pass leaves the cache as it was, empty or not, in whichever layer it stops, or before the head.
+    - An interrupted pass leaves the cache as it was, empty or not, in whichever layer it stops, or before the head,
+      whether it reads one token or several, and if it happens twice.
     - A pass that doesn't fit in the context raises ValueError and leaves the cache as it was.
     - A clone goes on as the original would. Changes to one don't reach the other, even if all its tensors
       (cache.layers) are overwritten.
-    - truncate(n) keeps the first n tokens: the next pass continues from them. The memory of the others is freed: the
-      tensors in cache.layers own cache.nbytes bytes. An impossible n raises ValueError and changes nothing.
+    - truncate(n) keeps the first n tokens, from none to all: the next pass continues from them. The memory of the others
+      is freed: the tensors in cache.layers own cache.nbytes bytes. An impossible n raises ValueError and changes nothing.
     """
     # exercise 9.3
     model, ids = small(module), text(2, 20)
@@ -148,11 +149,12 @@ def check_state(module: ModuleType) -> None:
     for n in (0, 5):
         for layer in (0, 1, 2):
             cache = read(n)
-            with interrupted(model, layer):
-                model(ids[:, n : n + 4], cache)
-            assert len(cache) == n == int(cache.positions(1)), (
-                f"{len(cache)} tokens after an interruption"
-            )
+            for T in (4, 1):
+                with interrupted(model, layer):
+                    model(ids[:, n : n + T], cache)
+                assert len(cache) == n == int(cache.positions(1)), (
+                    f"{len(cache)} tokens after an interruption"
+                )
             rest = torch.cat([model(piece, cache) for piece in ids[:, n:].split(6, dim=1)], dim=1)
             assert_close(rest, exact[:, n:], "after an interruption")
         cache = read(n)
@@ -167,13 +169,14 @@ def check_state(module: ModuleType) -> None:
         tensor.zero_()
     holds(cache, 5, "the original of two clones")
 
-    for n in (12, 5, 0):
+    for n in (20, 12, 5, 0):
         cache = read(20)
         for wrong in (21, -1):
             _refused(lambda cache=cache, wrong=wrong: cache.truncate(wrong))
         assert len(cache) == 20
         cache.truncate(n)
-        holds(cache, n, f"cut back to {n}")
+        if n < 20:
+            holds(cache, n, f"cut back to {n}")
         owned = sum(layer.untyped_storage().nbytes() for layer in cache.layers)
         assert owned == cache.nbytes, f"cut back to {n}: {owned} bytes in memory for {cache.nbytes}"
 
@@ -192,7 +195,8 @@ def check_ring(module: ModuleType) -> None:
     gpt_bounded_cache.py; where in memory the cache keeps a token is its own affair.
 
     - In each layer a token sees the last `window` tokens, itself included, and the first `sinks`; no other token.
-    - That holds for any cut into chunks, also chunks longer than the window, and for texts of many windows.
+    - That holds for any cut into chunks, also chunks longer than the window, for texts of many windows, and for a cache
+      that is cut back to 0 and used again.
     - cache.pos lists the positions of the tokens held, in any order, each once: the last `window`, the first `sinks`,
       and at most one more, which no token sees again.
     - A pass that is interrupted anywhere changes nothing for later passes, whether it read one token or several.

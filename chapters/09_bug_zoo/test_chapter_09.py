@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import gpt_kv_cache
+from chapters.checking import fail
 
 spec = importlib.util.spec_from_file_location("zoo", Path(__file__).with_name("zoo.py"))
 zoo = sys.modules["zoo"] = importlib.util.module_from_spec(spec)
@@ -55,7 +56,7 @@ def must_accept(check: Callable[[ModuleType], object], module: ModuleType, name:
     try:
         check(module)
     except AssertionError as error:
-        pytest.fail(f"{check.__name__} refuses a module that is right: {name}. {error}")
+        fail(f"{check.__name__} refuses a module that is right: {name}. {error}")
 
 
 def must_find(check: Callable[[ModuleType], object], bug: ModuleType, name: str) -> None:
@@ -65,7 +66,7 @@ def must_find(check: Callable[[ModuleType], object], bug: ModuleType, name: str)
         raise
     except Exception:  # a failed assertion, or the module itself
         return
-    pytest.fail(f"{check.__name__} doesn't find this: {name}")
+    fail(f"{check.__name__} doesn't find this: {name}")
 
 
 KV = "gpt_kv_cache.py"
@@ -274,6 +275,12 @@ STATES = planted(
             "        other = KVCache(pos=self.pos)\n        other.layers = self.layers\n        return other",
         ),
     ),
+    "A pass of one token that is interrupted before the head is counted.": lambda: changed(
+        KV, (LAST, early("T == 1"))
+    ),
+    "truncate() to all tokens is refused.": lambda: changed(
+        KV, ("        if not 0 <= n <= len(self):", "        if not 0 <= n < len(self):")
+    ),
     "truncate() keeps a token more.": lambda: changed(
         KV,
         (
@@ -385,6 +392,15 @@ RINGS = planted(*(name for name in zoo.BUGS if name.startswith("ring") and name 
             "raise IndexError(f\"can't keep {n} tokens of {len(self)}, {evicted}",
         ),
     ),
+    "Once 16 tokens were read, a token in a chunk sees one token more.": lambda: changed(
+        RING,
+        (
+            "        return kv[0], kv[1], self.visible(k_pos.to(pos), pos[:, None])  # RING",
+            "        late = len(pos) > 1 and len(self) >= 16\n        self.window += late\n"
+            "        mask = self.visible(k_pos.to(pos), pos[:, None])\n"
+            "        self.window -= late\n        return kv[0], kv[1], mask",
+        ),
+    ),
     "A cache of another batch size is taken.": lambda: changed(
         RING, ("        self.check(ring, kv)", "        self.check(ring[:, :1], kv[:, :1])")
     ),
@@ -452,6 +468,19 @@ GENERATES = planted(
             "        model(ids[:, -1:], cache)",
         ),
     ),
+    "When the context is full, a new cache takes the place of the given one.": lambda: changed(
+        KV, ("            cache.truncate(0)  # NEW", "            cache = model.new_cache()")
+    ),
+    "Once the context has been full twice, the second row goes on with the first row's token.": lambda: (
+        changed(
+            KV,
+            (
+                "        yield next_id",
+                "        if cached_from > 8:\n            next_id = next_id[:1].expand_as(next_id)\n"
+                "        yield next_id",
+            ),
+        )
+    ),
     "At the end the cache has the right length, and all of its numbers are 0.": lambda: changed(
         KV,
         (
@@ -495,7 +524,7 @@ def test_suspects(impl: ModuleType) -> None:
         for letter in letters
     )
     if right < len(letters):
-        pytest.fail(f"{right} of {len(letters)} are right")
+        fail(f"{right} of {len(letters)} are right")
 
 
 @pytest.mark.ex9_2

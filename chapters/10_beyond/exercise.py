@@ -1,6 +1,6 @@
 """Chapter 10: bytes at scale, a pool of blocks, and a cache that changes machines.
 
-L layers, H heads, D head size, T new tokens, S tokens cached and new.
+L layers, H heads, D head size, T new tokens, S tokens cached and new. A function leaves its arguments as they are.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from support.fingerprints import fingerprint
 
 
 def token_bytes(n_layer: int, kv_heads: int, head_dim: int, itemsize: int = 2) -> int:
-    """Return the bytes of a token's keys and values. Each of kv_heads serves a group of query heads."""
+    """Return the bytes of a token's keys and values, an int. Each of kv_heads serves a group of query heads."""
     raise NotImplementedError("exercise 10.1")
 
 
 def texts_that_fit(memory: int, weights: int, of_token: int, tokens: int, block: int) -> int:
-    """Return how many texts of `tokens` tokens fit in the memory beside the weights.
+    """Return how many texts of `tokens` tokens fit in the memory beside the weights, an int: 0 if not even these do.
 
     memory, weights: bytes; of_token: bytes of a cached token. Memory is handed out in blocks of `block` tokens, and no
-    two texts share a block."""
+    two texts share a block. All numbers are ints, and too large for floats to be exact."""
     raise NotImplementedError("exercise 10.1")
 
 
 def texts_that_outweigh(weights: int, of_token: int, tokens: int) -> int:
-    """Return the smallest number of texts of `tokens` tokens whose caches have more bytes than the weights: with so
-    many, a decoding step reads more cache than weights."""
+    """Return the smallest number of texts of `tokens` tokens whose caches have more bytes than the weights, an int:
+    with so many, a decoding step reads more cache than weights."""
     raise NotImplementedError("exercise 10.1")
 
 
@@ -45,7 +45,7 @@ def prefill_s(
 
     operations: those of each token that is read, without attention. Attention takes 4 * width *
     n_layer more for each pair of a token and one that it sees. A text of n tokens has n**2 / 2
-    pairs; pairs of two known tokens are saved.
+    pairs; pairs of two known tokens are saved. known is from 0 to tokens: with all of them, 0.0.
     """
     raise NotImplementedError("exercise 10.2")
 
@@ -54,8 +54,8 @@ def fetch_from(
     operations: float, n_layer: int, width: int, of_token: int, known: int, rate: float
 ) -> float:
     """Return the bandwidth, in bytes a second, above which fetching the cache of a prompt's first
-    `known` tokens is faster than reading them. of_token: bytes of a cached token; the other
-    arguments are those of prefill_s."""
+    `known` tokens, at least 1, is faster than reading them. of_token: bytes of a cached token; the
+    other arguments are those of prefill_s."""
     raise NotImplementedError("exercise 10.2")
 
 
@@ -73,21 +73,16 @@ class BlockTables:
         self.length: dict[str, int] = {}  # tokens of each text
 
     def place(self, text: str, t: int) -> tuple[int, int]:
-        """Return the block that holds token t of a text, and its place in that block."""
+        """Return (the block that holds token t of a text, its place in that block)."""
         raise NotImplementedError("exercise 10.3")
-
-    def slots(self, text: str) -> list[int]:
-        """Return the slots of a text's tokens in the pool: block * size + place."""
-        places = [self.place(text, t) for t in range(self.length[text])]
-        return [block * self.size + place for block, place in places]
 
     def begin(self, text: str) -> None:
         """Add a text without tokens."""
         self.table[text], self.length[text] = [], 0
 
     def extend(self, text: str, n: int) -> list[tuple[int, int]]:
-        """Make room for n more tokens (at least 1); the caller then writes them to the last n of
-        slots(text). Return [], since nothing has to be copied.
+        """Make room for n more tokens (at least 1); the caller then writes them to their places.
+        Return [], since nothing has to be copied.
 
         Raises MemoryError, and changes nothing, if there are too few free blocks. The message says
         how many are needed and how many are free.
@@ -95,20 +90,20 @@ class BlockTables:
         raise NotImplementedError("exercise 10.3")
 
     def drop(self, text: str) -> None:
-        """Forget a text, and give its blocks back."""
+        """Forget a text, and give its blocks back. Its name may be used again."""
         raise NotImplementedError("exercise 10.3")
 
 
 class SharedBlocks(BlockTables):
     """BlockTables in which several texts may list a block; count[b] is the number of texts that
-    list block b."""
+    list block b, at any time."""
 
     def __init__(self, blocks: int, size: int) -> None:
         super().__init__(blocks, size)
         self.count = [0] * blocks
 
     def fork(self, text: str, other: str) -> None:
-        """Add a text `other` with the same tokens in the same blocks. Nothing is copied."""
+        """Add a text `other` with the same tokens, none or more, in the same blocks. Nothing is copied."""
         raise NotImplementedError("exercise 10.4")
 
     def extend(self, text: str, n: int) -> list[tuple[int, int]]:
@@ -126,59 +121,14 @@ class SharedBlocks(BlockTables):
         raise NotImplementedError("exercise 10.4")
 
 
-class PagedCache:
-    """A cache of one text for gpt_kv_cache.GPT, its keys and values in blocks of a pool that many texts share.
-
-    pool: of each layer, keys and values (2, H, blocks * size, D).
-    """
-
-    def __init__(self, tables: SharedBlocks, pool: list[Tensor], text: str) -> None:
-        self.tables, self.layers, self.text = tables, pool, text
-        # of each layer, what the pass under way appends (2, H, T, D)
-        self.pending: list[Tensor] = []
-
-    def __len__(self) -> int:
-        return self.tables.length[self.text]
-
-    def positions(self, T: int) -> Tensor:
-        """Return the positions (T,) at which the next T tokens are read."""
-        return len(self) + torch.arange(T)
-
-    def append(
-        self, layer: int, k: Tensor, v: Tensor, pos: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return all keys and values (1, H, S, D) of a layer, gathered from their blocks, and the mask (T, S)."""
-        self.pending[layer:] = [torch.stack([k[0], v[0]])]
-        slots = torch.tensor(self.tables.slots(self.text), dtype=torch.long, device=k.device)
-        # (2, H, S, D)
-        kv = torch.cat([self.layers[layer][:, :, slots], self.pending[layer]], dim=2)
-        return kv[:1], kv[1:], torch.arange(kv.size(2), device=pos.device) <= pos[:, None]
-
-    def commit(self, pos: Tensor) -> None:
-        """Write the tokens at positions pos (T,) to their slots. Raises MemoryError if the pool is full."""
-        size = self.tables.size
-        for old, new in self.tables.extend(self.text, len(pos)):
-            for layer in self.layers:
-                layer[:, :, new * size : (new + 1) * size] = layer[
-                    :, :, old * size : (old + 1) * size
-                ]
-        slots = self.tables.slots(self.text)[-len(pos) :]
-        for layer, kv in zip(self.layers, self.pending, strict=True):
-            layer[:, :, slots] = kv
-
-    def fork(self, text: str) -> PagedCache:
-        """Return a cache of another text that begins with all of this one."""
-        self.tables.fork(self.text, text)
-        return PagedCache(self.tables, self.layers, text)
-
-
 def hit_rate(requests: Sequence[Sequence[int]], capacity: int) -> float:
-    """Return the share of all blocks of all requests that are found in a cache with room for `capacity` blocks.
+    """Return the share of all blocks of all requests, a float, that are found in a cache with room for `capacity`
+    blocks, 0 or more.
 
-    A request is a list of block ids. An id stands for a block and everything before it: texts with equal beginnings
-    have equal first ids. The requests come one after the other.
+    A request is a list of block ids, none of them twice; at least one request has some. An id stands for a block and
+    everything before it: texts with equal beginnings have equal first ids. The requests come one after the other.
 
-    - Of each request, which stays as it is, the blocks before the first one that isn't in the cache are found.
+    - Of each request, the blocks before the first one that isn't in the cache are found.
     - Then all of its blocks are put in the cache, and count as used now.
     - Then the blocks used longest ago are evicted until the rest fits. Of blocks used at the same time, the last of the
       request goes first: the end of a text is of no use without its beginning.
@@ -191,16 +141,18 @@ def send(stream: BinaryIO, model: GPT, ids: Sequence[int]) -> None:
     """Read a prompt with the model, in one pass, and write to a stream what another process needs to go on.
 
     The keys and values of a layer are in the stream before the next layer is computed, so that sending and computing
-    overlap. All else in the stream takes at most 4,000 bytes, and 16 more per token of the prompt. The format is yours:
-    receive() reads it. bytes_of makes bytes of tensors, tensors_of tensors of bytes (both of safetensors). No pickle.
-    The model, of any dtype and on any device, stays as it was, even if a write fails: no hooks are left on it.
+    overlap: flush() it after each layer, since a stream may hold back what it is given. All else in the stream takes at
+    most 4,000 bytes, and 16 more per token of the prompt. The format is yours: receive() reads it. bytes_of makes bytes
+    of tensors, tensors_of tensors of bytes (both of safetensors). No pickle.
+    The model, of any dtype and on any device, stays as it was, even if a write fails: no hooks are left on it, and
+    the error is raised.
     """
     raise NotImplementedError("exercise 10.6")
 
 
 def receive(stream: BinaryIO, model: GPT) -> tuple[list[int], KVCache]:
-    """Return the text and the cache of the prompt, ready for gpt_kv_cache.generate, on the model's
-    device. The text is the prompt, then the sender's likeliest next token.
+    """Return the text, a list of ints, and the cache of the prompt, ready for gpt_kv_cache.generate,
+    of the sender's dtype and on the model's device. The text is the prompt, then the sender's likeliest next token.
 
     Raises ValueError if the sender's model is another one, even of the same geometry, before any keys or values are
     read: compare fingerprint(model). Raises ValueError, too, if the stream ends too early.

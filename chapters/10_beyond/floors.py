@@ -1,10 +1,9 @@
-"""What the two floors say about large models and fleets: lower bounds of times, by the models' sizes.
+"""What the two floors say about large models: lower bounds of times, by the models' sizes.
 
 A token takes at least one reading of all weights and of the cache; a prompt at least two operations per weight and
 token; a cached token saves these operations, but its bytes have to be moved.
 
 `python3 chapters/10_beyond/floors.py` prints lower bounds for some models on a GPU as its data sheet describes it;
-`... floors.py fleet` what the hit rates of recorded replays (studies/recycling) mean for machines that only prefill;
 `... floors.py heads` what shared heads of keys and values save, and how many texts fit in 24 GB.
 """
 
@@ -15,13 +14,9 @@ import sys
 if __name__ == "__main__":
     sys.path.insert(0, f"{sys.path[0]}/../..")  # run as a file, from any folder
 
-import csv
 from dataclasses import dataclass
-from pathlib import Path
 
 from support.cli import CommandLine
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -34,9 +29,9 @@ class Shape:
     width: int
     kv_heads: int
     head_dim: int
-    parameters: float
-    tables: float
-    unread: float  # parameters of tables of which a decoding step reads only a row
+    parameters: int
+    tables: int
+    unread: int  # parameters of tables of which a decoding step reads only a row
     n_ctx: int
     nbytes: int = 2
 
@@ -47,22 +42,22 @@ class Shape:
 
 
 SHAPES = (
-    Shape("GPT-2 124M", 12, 768, 12, 64, 124.4e6, 51281 * 768, 1024 * 768, 1024),
-    Shape("GPT-2 XL", 48, 1600, 25, 64, 1.558e9, 51281 * 1600, 1024 * 1600, 1024),
-    Shape("SmolLM2-135M", 30, 576, 3, 64, 134.5e6, 49152 * 576, 0, 8192),
-    Shape("Llama 3.2 1B", 16, 2048, 8, 64, 1.236e9, 128256 * 2048, 0, 131072),
-    Shape("Llama 3.2 3B", 28, 3072, 8, 128, 3.213e9, 128256 * 3072, 0, 131072),
-    Shape("Llama 3 8B", 32, 4096, 8, 128, 8.03e9, 2 * 128256 * 4096, 128256 * 4096, 8192),
-    Shape("Llama 3 70B", 80, 8192, 8, 128, 70.6e9, 2 * 128256 * 8192, 128256 * 8192, 8192),
+    Shape("GPT-2 124M", 12, 768, 12, 64, 124_439_808, 51281 * 768, 1024 * 768, 1024),
+    Shape("GPT-2 XL", 48, 1600, 25, 64, 1_557_611_200, 51281 * 1600, 1024 * 1600, 1024),
+    Shape("SmolLM2-135M", 30, 576, 3, 64, 134_515_008, 49152 * 576, 0, 8192),
+    Shape("Llama 3.2 1B", 16, 2048, 8, 64, 1_235_814_400, 128256 * 2048, 0, 131072),
+    Shape("Llama 3.2 3B", 28, 3072, 8, 128, 3_212_749_824, 128256 * 3072, 0, 131072),
+    Shape("Llama 3 8B", 32, 4096, 8, 128, 8_030_261_248, 2 * 128256 * 4096, 128256 * 4096, 8192),
+    Shape("Llama 3 70B", 80, 8192, 8, 128, 70_553_706_496, 2 * 128256 * 8192, 128256 * 8192, 8192),
 )
 # Its name, bytes/s, dense operations/s.
 H100 = "an H100 SXM by its data sheet, bf16", 3.35e12, 989e12
 
 
-def decode_seconds(shape: Shape, bandwidth: float, tokens: int, batch: int = 1) -> float:
-    """Return the minimum seconds of a step for `batch` texts of `tokens` tokens each, by the bytes read per second."""
+def decode_seconds(shape: Shape, bandwidth: float, tokens: int) -> float:
+    """Return the minimum seconds of a step for a text of `tokens` tokens, by the bytes read per second."""
     weight_bytes = (shape.parameters - shape.unread) * shape.nbytes
-    return (weight_bytes + batch * tokens * shape.token_bytes) / bandwidth
+    return (weight_bytes + tokens * shape.token_bytes) / bandwidth
 
 
 def prefill_seconds(shape: Shape, compute_rate: float, tokens: int) -> float:
@@ -91,19 +86,16 @@ def models() -> None:
         ("as many bytes", "as the weights"),
         ("tokens/s: 1", "text of 1,000"),
     )
-    heads += ("64 texts", "of 8,000"), ("first token", "of 8,000"), ("fetch", "from")
+    heads += ("first token", "of 8,000"), ("fetch", "from")
     for line in zip(*heads, strict=True):
         print(" " * 12 + "".join(f"{word:>16}" for word in line))
     for shape in (shape for shape in SHAPES if shape.name != "GPT-2 XL"):
         equal = shape.parameters * shape.nbytes / shape.token_bytes
-        one, many, first = f"{1 / decode_seconds(shape, read, 1000):,.0f}", "-", "-"
+        one, first = f"{1 / decode_seconds(shape, read, 1000):,.0f}", "-"
         if shape.n_ctx >= 8000:
-            many, first = (
-                f"{64 / decode_seconds(shape, read, 8000, 64):,.0f}",
-                format_seconds(prefill_seconds(shape, rate, 8000)),
-            )
+            first = format_seconds(prefill_seconds(shape, rate, 8000))
         fetch = f"{shape.token_bytes * rate / token_operations(shape) / 1e9:,.1f} GB/s"
-        row = f"{shape.token_bytes:,}", f"{equal:,.0f} tokens", one, many, first, fetch
+        row = f"{shape.token_bytes:,}", f"{equal:,.0f} tokens", one, first, fetch
         print(f"{shape.name:12}" + "".join(f"{word:>16}" for word in row))
 
 
@@ -129,36 +121,11 @@ def heads() -> None:
         )
 
 
-def fleet() -> None:
-    """Print what is found, and what has to be moved for it, over capacities."""
-    shape, rate = SHAPES[-1], H100[2]
-    print(f"{shape.name}, machines that only prefill, {H100[0]}\n")
-    print(
-        f"{'':14}{'memory':>8}{'requests that find something':>30}{'tokens found':>14}{'left':>7}{'moved, each':>14}"
-    )
-    for path in sorted((ROOT / "studies" / "recycling").glob("replay_*.csv")):
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-        for row in (rows[0], rows[len(rows) // 2], rows[-1]):
-            hit, terabytes = (
-                float(row["token_hit_rate"]),
-                int(float(row["tokens"])) * shape.token_bytes / 1e12,
-            )
-            size = f"{terabytes:.2f} TB" if row["capacity_blocks"].isdecimal() else "any"
-            # Tokens a second: it computes only what isn't found.
-            served = rate / token_operations(shape) / (1 - hit)
-            moved = f"{served * hit * shape.token_bytes / 1e9:.2f} GB/s"
-            name = path.stem.removeprefix("replay_mooncake_").removesuffix("_trace")
-            print(
-                f"{name:14}{size:>8}{float(row['request_hit_rate']):>30.2%}{hit:>14.1%}{1 - hit:>7.1%}{moved:>14}"
-            )
-
-
-PARTS = {"models": models, "fleet": fleet, "heads": heads}
+PARTS = {"models": models, "heads": heads}
 
 
 def main() -> None:
-    cli = CommandLine(__doc__, example="python3 chapters/10_beyond/floors.py fleet")
+    cli = CommandLine(__doc__, example="python3 chapters/10_beyond/floors.py heads")
     cli.add_argument("what", nargs="?", choices=[*PARTS], default="models", help="what to print")
     with cli.parse() as args:
         PARTS[args.what]()

@@ -57,4 +57,31 @@ def blocks() -> str:
     )
 
 
-PICTURES = {"blocks": blocks}
+def in_place() -> str:
+    first, second = "tokens 0 to 3", "tokens 4, 5"
+    elsewhere, others = ("", ""), ("text C", OWN)
+    return cells(
+        "The table of text A lists blocks 4 and 0 of a pool of six. To gather, block 4 and then block 0 are copied into "
+        "a row, over which attention is computed. A kernel reads block 4 in its place, then block 0 in its place.",
+        [
+            ("text A's table", [("block 4", SHARED), ("block 0", SHARED)]),
+            ("block", [(str(n), "") for n in range(6)]),
+            (
+                "the pool",
+                [(second, SHARED), ("", FREE), ("", FREE), others, (first, SHARED), ("", FREE)],
+            ),
+            ("gather: a copy", [(first, NEW), (second, NEW)]),
+            ("in place: first", [*[elsewhere] * 4, (first, NEW)]),
+            ("then", [(second, NEW)]),
+        ],
+        {
+            SHARED: "of text A",
+            OWN: "of another text",
+            NEW: "copied, or read where it is",
+            FREE: "free",
+        },
+        width=112,
+    )
+
+
+PICTURES = {"blocks": blocks, "in_place": in_place}

@@ -12,29 +12,19 @@ from types import ModuleType
 import pytest
 import torch
 
-from chapters.checking import assert_close, assert_refused, assert_same
-from gpt_kv_cache import GPT, GPTConfig, generate
+from chapters.checking import assert_refused, assert_same, fail, returned
+from gpt_kv_cache import GPT, generate
 from load_gpt2_weights import load_model, load_tokenizer
-from studies.replay import Request, hit_rates
 
 floors = import_module("chapters.10_beyond.floors")
 GIVEN = ("gpt_kv_cache", "support.fingerprints")
-CONFIG = GPTConfig(vocab_size=100, n_ctx=64, n_layer=3, n_head=2, n_embd=32)
-
-
-def random_model() -> GPT:
-    torch.manual_seed(0)
-    model = GPT(CONFIG).eval()
-    for p in model.parameters():
-        p.data.add_(0.2 * torch.randn_like(p))
-    return model.requires_grad_(False)
 
 
 @pytest.mark.ex10_1
 def test_bytes_of_a_token(impl: ModuleType) -> None:
     for shape in floors.SHAPES:
         sizes = shape.layers, shape.kv_heads, shape.head_dim, shape.nbytes
-        found = impl.token_bytes(*sizes)
+        found = returned(impl.token_bytes, *sizes, kind=int)
         what = f"{shape.name}: {sizes[0]} layers, {sizes[1]} key-value heads of size {sizes[2]}, {sizes[3]} bytes a number"
         assert found == shape.token_bytes, f"{what}: {found} bytes, must be {shape.token_bytes}"
 
@@ -48,8 +38,10 @@ def test_texts_that_fit(impl: ModuleType) -> None:
         (weights, 1000, 16, 0, "nothing is left beside the weights"),
         (80 * 10**9, 1000, 16, 0, "the weights alone don't fit"),
         (weights + 10 * 16 * 327_680, 33, 16, 3, "10 blocks, and 3 a text"),
+        (weights + 327_680 * 10**18 - 1, 1, 1, 10**18 - 1, "a byte is missing for one text more"),
     ]:
-        found = impl.texts_that_fit(memory, weights, 327_680, tokens, block)
+        sizes = memory, weights, 327_680, tokens, block
+        found = returned(impl.texts_that_fit, *sizes, kind=int)
         assert found == texts, f"{why}: room for {texts} texts, not {found}"
 
 
@@ -60,7 +52,7 @@ def test_texts_that_outweigh(impl: ModuleType) -> None:
         (1000, 10, 10, 11),  # ten texts have as many bytes as the weights, and not more
         (10_007 * 10**13 - 1, 10**6, 10**7, 10_007),  # whole numbers: no rounding
     ]:
-        found = impl.texts_that_outweigh(weights, of_token, tokens)
+        found = returned(impl.texts_that_outweigh, weights, of_token, tokens, kind=int)
         what = f"weights of {weights} bytes, {tokens} tokens of {of_token} bytes"
         assert found == texts, f"{what}: {found} texts, must be {texts}"
 
@@ -74,19 +66,15 @@ def test_seconds_of_a_prompt(impl: ModuleType) -> None:
     rate = floors.H100[2]
     for shape in floors.SHAPES:
         for tokens in (1, 1000, 8000):
-            whole = impl.prefill_s(*of(shape), tokens, rate)
-            expected = floors.prefill_seconds(shape, rate, tokens)
-            what = (
-                f"{shape.name}, {tokens} tokens: {expected:.4g} s with attention, not {whole:.4g}"
-            )
-            assert whole == pytest.approx(expected, rel=1e-9), what
+            whole = floors.prefill_seconds(shape, rate, tokens)
             for known in (0, tokens // 3, tokens):
-                rest = impl.prefill_s(*of(shape), tokens, rate, known=known)
-                assert rest == pytest.approx(
-                    whole - impl.prefill_s(*of(shape), known, rate), rel=1e-9
-                ), (
-                    "what is left costs what the whole does, less what is known: its tokens still see the known ones"
+                found = returned(impl.prefill_s, *of(shape), tokens, rate, known, kind=float)
+                expected = whole - floors.prefill_seconds(shape, rate, known)
+                what = f"{shape.name}, {tokens} tokens, {known} known: {found:.4g} s, must be {expected:.4g}"
+                why = (
+                    "what the whole costs, less what is known: its tokens still see the known ones"
                 )
+                assert found == pytest.approx(expected, rel=1e-9), f"{what}, {why}"
 
 
 @pytest.mark.ex10_2
@@ -94,7 +82,8 @@ def test_bandwidth_from_which_on_to_fetch(impl: ModuleType) -> None:
     rate = floors.H100[2]
     for shape in floors.SHAPES:
         for known in (1, 512, 100_000):
-            bandwidth = impl.fetch_from(*of(shape), shape.token_bytes, known, rate)
+            sizes = *of(shape), shape.token_bytes, known, rate
+            bandwidth = returned(impl.fetch_from, *sizes, kind=float)
             saved = floors.prefill_seconds(shape, rate, known)
             fetched = known * shape.token_bytes / bandwidth
             what = f"{shape.name}, {known} tokens: at {bandwidth:.3g} bytes/s fetching takes {fetched:.3g} s"
@@ -148,7 +137,7 @@ class Pool:
             )
             return
         except IndexError as error:
-            pytest.fail(
+            fail(
                 f"{what}: needs {needed} blocks, {free} are free: must be a MemoryError, not {error!r}"
             )
         assert len(copies) == shares, f"{what}: {len(copies)} copies, must be {int(shares)}"
@@ -161,6 +150,8 @@ class Pool:
 
     def check(self) -> None:
         tables, size = self.tables, self.size
+        for name in ("table", "length"):
+            assert_same(sorted(getattr(tables, name)), sorted(self.texts), f"the texts in {name}")
         for text, tokens in self.texts.items():
             found, must = len(tables.table[text]), -(-len(tokens) // size)
             assert found == must, (
@@ -178,19 +169,21 @@ class Pool:
             assert free.count(block) == (not who), (
                 f"{listed}, and free has {free.count(block)} of it, must have {int(not who)}"
             )
+            count = getattr(tables, "count", [len(who)] * self.blocks)[block]
+            assert count == len(who), f"{listed}, and its count is {count}"
 
 
 def use_at_random(pool: Pool, seed: int, *actions: str) -> None:
-    """Let up to six texts come, grow and go."""
+    """Let up to six texts come, grow and go; names come back."""
     draw = random.Random(seed)
-    for step in range(150):
-        names, what = [*pool.texts], "begin"
+    for step in range(400):
+        names, new, what = [*pool.texts], f"text {step % 7}", "begin"
         if names:
             what = draw.choice(["begin", "extend", "extend", "extend", "drop", *actions])
-        if what == "begin" and len(names) < 6:
-            pool.begin(f"text {step}")
-        elif what == "fork" and len(names) < 6:
-            pool.fork(draw.choice(names), f"text {step}")
+        if what == "begin" and new not in names:
+            pool.begin(new)
+        elif what == "fork" and new not in names:
+            pool.fork(draw.choice(names), new)
         elif what == "drop":
             pool.drop(draw.choice(names))
         elif what == "extend":
@@ -205,11 +198,10 @@ def test_block_and_place_of_every_token(impl: ModuleType) -> None:
     expected = [(5, 0), (5, 1), (5, 2), (5, 3), (0, 0), (0, 1), (0, 2), (0, 3), (7, 0), (7, 1)]
     found = [tables.place("a", t) for t in range(10)]
     assert_same(found, expected, "table [5, 0, 7], blocks of 4: (block, place) of each token")
-    assert_same(tables.slots("a"), [20, 21, 22, 23, 0, 1, 2, 3, 28, 29], "its slots")
 
 
 @pytest.mark.ex10_3
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_tables_lead_to_what_was_written(impl: ModuleType, seed: int) -> None:
     draw = random.Random(seed)
     blocks = draw.randint(2, 12)
@@ -217,36 +209,11 @@ def test_tables_lead_to_what_was_written(impl: ModuleType, seed: int) -> None:
 
 
 @pytest.mark.ex10_4
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(10))
 def test_no_shared_block_is_lost_leaked_or_overwritten(impl: ModuleType, seed: int) -> None:
     draw = random.Random(seed)
     blocks = draw.randint(1, 12)
     use_at_random(Pool(impl.SharedBlocks(blocks, draw.randint(1, 5)), blocks), seed, "fork")
-
-
-@pytest.mark.ex10_4
-@torch.no_grad()
-def test_the_model_reads_from_shared_blocks(impl: ModuleType) -> None:
-    model, size = random_model(), 4
-    tables = impl.SharedBlocks(12, size)
-    pool = [torch.full((2, 2, 12 * size, 16), torch.nan) for _ in range(3)]
-    tables.begin("a")
-    a = impl.PagedCache(tables, pool, "a")
-    draw = torch.Generator().manual_seed(0)
-    prompt = torch.randint(100, (1, 10), generator=draw)
-    model(prompt, a)
-    caches = {"a": a, "b": a.fork("b"), "c": a.fork("c")}
-    assert len(tables.free) == 9, (
-        f"three texts, one prompt, three blocks: {len(tables.free)} of 12 are free, must be 9"
-    )
-    texts = dict.fromkeys(caches, prompt)
-    for n in (1, 3, 1, 2):
-        for text, cache in caches.items():
-            new = torch.randint(100, (1, n), generator=draw)
-            texts[text] = torch.cat([texts[text], new], dim=1)
-            what = f"text {text}, {n} tokens after {len(cache)}"
-            exact = model(texts[text])[:, -n:]
-            assert_close(model(new, cache), exact, what, ("row", "token", "logit"))
 
 
 def chains(seed: int, n: int) -> list[list[int]]:
@@ -263,28 +230,18 @@ def chains(seed: int, n: int) -> list[list[int]]:
 
 
 @pytest.mark.ex10_5
-def test_hit_rate_of_a_cache_that_forgets_nothing(impl: ModuleType) -> None:
-    for seed in range(10):
-        requests = chains(seed, 60)
-        trace = [Request(512 * len(blocks), tuple(blocks)) for blocks in requests]
-        expected = hit_rates(trace, float("inf"))["block_hit_rate"]
-        found = impl.hit_rate(requests, 10**6)
-        what = f"{len(requests)} requests, room for all: a share of {expected:.3f} of blocks is found, not {found:.3f}"
-        assert found == pytest.approx(expected, abs=1e-12), what
-
-
-@pytest.mark.ex10_5
-def test_hit_rate_of_small_caches(impl: ModuleType) -> None:
+def test_hit_rate(impl: ModuleType) -> None:
     for requests, capacity, blocks, why in [
         ([[1, 2, 3], [1, 2, 3]], 3, 3, "all of them fit, and the second time all are found"),
         ([[1, 2, 3], [1, 2, 3]], 2, 2, "the end of a text goes first"),
         ([[1, 2], [3], [1, 2], [4], [1, 2]], 3, 4, "a block that is found is used now"),
         ([[1, 2], [1, 3], [4], [1, 2]], 3, 2, "2 was used longest ago, and 1 wasn't"),
+        ([[1], [], [1]], 1, 1, "a request of no blocks evicts nothing"),
     ]:
         assert_hits(impl, requests, capacity, blocks, why)
     for seed in range(4):
         requests = chains(seed, 80)
-        for capacity in range(0, 120, 5):
+        for capacity in (*range(0, 120, 5), 10**6):
             for n in (5, 20, 80):  # a short beginning shows it best
                 blocks = by_distance(requests[:n], capacity)
                 assert_hits(impl, requests[:n], capacity, blocks, "the last request differs")
@@ -298,7 +255,7 @@ def assert_hits(
     impl: ModuleType, requests: list[list[int]], capacity: int, blocks: int, why: str
 ) -> None:
     __tracebackhide__ = True
-    found = impl.hit_rate([[*request] for request in requests], capacity)
+    found = returned(impl.hit_rate, requests, capacity, kind=float)
     assert found == blocks / total(requests), (
         f"requests {requests}, room for {capacity}: {found * total(requests):g} of {total(requests)} blocks are found, "
         f"must be {blocks}: {why}"
@@ -334,9 +291,10 @@ def prompt() -> list[int]:
 def test_a_layer_is_on_its_way_before_the_next_is_computed(
     impl: ModuleType, pocket: GPT, prompt: list[int]
 ) -> None:
-    stream, sizes = io.BytesIO(), []
+    arrived, sizes = io.BytesIO(), []
+    stream = io.BufferedWriter(arrived, 2**24)  # holds back what isn't flushed
     hooks = [
-        block.register_forward_pre_hook(lambda *_: sizes.append(len(stream.getvalue())))
+        block.register_forward_pre_hook(lambda *_: sizes.append(len(arrived.getvalue())))
         for block in pocket.h
     ]
     try:
@@ -347,17 +305,25 @@ def test_a_layer_is_on_its_way_before_the_next_is_computed(
     layers = len(pocket.h)
     assert len(sizes) == layers, f"{len(sizes)} layers were computed, {layers} are one pass"
     layer = 2 * 6 * 32 * len(prompt) * 4
-    sizes.append(len(stream.getvalue()))
+    sizes.append(len(arrived.getvalue()))
     for i, (before, after) in enumerate(pairwise(sizes)):
         assert after - before >= layer, (
-            f"layer {i}: {after - before} bytes of {layer} before the next one is computed"
+            f"layer {i}: {after - before} bytes of {layer} have arrived before the next one is computed"
         )
     most = layers * layer + 4000 + 16 * len(prompt)
     assert sizes[-1] <= most, (
         f"{sizes[-1]} bytes for {layers * layer} of keys and values: all else must be at most {most - layers * layer}"
     )
+    stream, full = io.BytesIO(), OSError("the disk is full")
+    stream.write = lambda data, write=stream.write: write(data) if len(data) < 4000 else throw(full)
+    with pytest.raises(OSError, match="full"):
+        impl.send(stream, pocket, prompt)
     left = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in pocket.modules())
     assert not left, f"{left} hooks are left on the model"
+
+
+def throw(error: Exception) -> None:
+    raise error
 
 
 @pytest.mark.ex10_6
@@ -368,9 +334,7 @@ def test_another_models_cache_is_refused(impl: ModuleType, pocket: GPT, prompt: 
     retrained = load_model("pocket", model_class=GPT)  # its cache has the same shape
     retrained.h[3].mlp.c_fc.bias.data[0] += 1e-3
     stream.seek(0)
-    with pytest.raises(ValueError):
-        impl.receive(stream, retrained)
-        pytest.fail("the cache of another model was taken")
+    assert_refused(lambda: impl.receive(stream, retrained), "the cache of another model")
     assert stream.tell() < size / 2, "refused before keys and values are read"
 
 
@@ -387,12 +351,18 @@ def test_a_stream_that_ends_too_early_is_refused(
 
 
 @pytest.mark.ex10_6
-def test_another_model_goes_on_exactly(impl: ModuleType, pocket: GPT, prompt: list[int]) -> None:
-    cold = [int(i) for i in generate(pocket, torch.tensor([prompt]), 21)]
-    stream, other, fed = io.BytesIO(), load_model("pocket", model_class=GPT), []
-    impl.send(stream, pocket, prompt)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n", [1, 15], ids="{} tokens".format)
+def test_another_model_goes_on_exactly(
+    impl: ModuleType, prompt: list[int], n: int, dtype: torch.dtype
+) -> None:
+    sender, other = (load_model("pocket", model_class=GPT).to(dtype) for _ in range(2))
+    prompt, stream, fed = prompt[:n], io.BytesIO(), []
+    cold = [int(i) for i in generate(sender, torch.tensor([prompt]), 21)]
+    returned(lambda ids: impl.send(stream, sender, ids), prompt)
     ids, cache = impl.receive(io.BytesIO(stream.getvalue()), other)
     assert_same(ids, [*prompt, cold[0]], "the text, which is the prompt, then one token")
+    assert {*map(type, ids)} == {int}, f"the text is a list of ints, not {ids}"
     other.register_forward_pre_hook(lambda module, inputs: fed.append(inputs[0].size(1)))
     new = [int(i) for i in generate(other, torch.tensor([ids]), 20, cache=cache)]
     assert_same(new, cold[1:], "the tokens after it")

@@ -1,4 +1,5 @@
-"""The memory that padding and blocks leave empty, for the twelve prompts of paged.py's demo.
+"""What padding and blocks leave empty, and how long a text waits for its next token, for the twelve prompts of
+paged.py's demo.
 
 The counts depend on lengths and on common beginnings only, so a model of one tiny layer does.
 """
@@ -17,6 +18,22 @@ from gpt_kv_cache import GPT, GPTConfig
 from load_gpt2_weights import load_model, load_tokenizer
 from paged import PagedCache, Server
 from support.tables import table
+
+
+def longest_gap(server: Server) -> tuple[int, int]:
+    """Serve all texts; return the most tokens that were read between two tokens of a text, and the number of passes."""
+    longest = 0
+    n_read_before: dict[int, int] = {}  # by text: when it got its newest token
+    passes: list[int] = []
+    hook = server.model.register_forward_pre_hook(lambda _, fed: passes.append(fed[0].size(1)))
+    while server.busy:
+        written = server.step()
+        n_read = sum(passes)
+        for number, _ in written:
+            longest = max(longest, n_read - n_read_before.get(number, n_read))
+            n_read_before[number] = n_read
+    hook.remove()
+    return longest, len(passes)
 
 
 def main() -> None:
@@ -54,17 +71,26 @@ def main() -> None:
         vocab_size=config.vocab_size, n_ctx=config.n_ctx, n_layer=1, n_head=1, n_embd=8
     )
     tiny_model = GPT(tiny_config).eval()
-    for block_size in (64, 16, 4, 1):
+
+    def new_server(block_size: int, chunk_size: int = 64) -> Server:
         n_blocks = sum(-(-length // block_size) for length in lengths)
-        server = Server(tiny_model, PagedCache(tiny_model, n_blocks, block_size))
+        server = Server(tiny_model, PagedCache(tiny_model, n_blocks, block_size), chunk_size)
         for ids, limit in zip(prompts, limits, strict=True):
             server.add(ids, limit)
-        record = ServingRecord(server)
+        return server
+
+    for block_size in (64, 16, 4, 1):
+        record = ServingRecord(new_server(block_size))
         slots = record.used_blocks * block_size
         rows.append(
             row(f"blocks of {block_size}", slots, record.wasted_slots, record.shared_blocks)
         )
-    print(table(["", "slots", "empty", "", "bytes wasted", "blocks shared"], rows))
+    print(table(["", "slots", "empty", "", "bytes wasted", "blocks shared"], rows), end="\n\n")
+    gaps = []
+    for chunk_size in (config.n_ctx, 64, 16, 4):
+        gap, n_passes = longest_gap(new_server(16, chunk_size))
+        gaps.append([f"chunks of {chunk_size:,}", f"{gap}", f"{n_passes}"])
+    print(table(["", "longest gap, tokens read", "passes"], gaps))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Chapter 11: what today's models changed, and what it does to the cache.
 
-B batch, T tokens, S tokens cached, H heads, D head size, C width, W window.
+B batch, T tokens, S tokens cached, H heads, D head size, C width, W window. A function leaves its arguments as they are.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def slowed(speed: Tensor, factor: float, low: float, high: float, n_ctx: int) ->
 
     A pair that goes round at least `high` times in n_ctx tokens stays as it is: it tells near tokens apart. One that
     goes round at most `low` times is slower by `factor`. Between them the share f = (rounds - low) / (high - low) of a
-    pair's speed stays, and 1 - f of it is divided by `factor`. The tensor `speed` isn't changed."""
+    pair's speed stays, and 1 - f of it is divided by `factor`."""
     # exercise 11.2
     rounds = n_ctx * speed / (2 * math.pi)
     share = ((rounds - low) / (high - low)).clamp(0, 1)
@@ -50,8 +50,8 @@ def joined(
     the public ones, "model.layers.N.self_attn.{q,k,v,o}_proj.weight".
 
     Public matrices are (out, in), ours (in, out); c_attn holds q, k and v side by side. heads: of queries, H, and of
-    keys and values, H_kv. Raises ValueError, with the name and both shapes, if a matrix hasn't the shape that these
-    numbers give it: k in q's place would else go unnoticed."""
+    keys and values, H_kv; C is the number of q's columns. Raises ValueError, with the name and both shapes, if a matrix
+    hasn't the shape that these numbers give it, though its transpose may: k in q's place would else go unnoticed."""
     # exercise 11.3
     n_head, n_kv_head = heads
     rows = {"q": n_head, "k": n_kv_head, "v": n_kv_head}
@@ -69,13 +69,13 @@ def joined(
 
 @torch.no_grad()
 def write_on(model: nn.Module, ids: Tensor, n: int, window: int) -> list[int]:
-    """Return a Llama's n greedy tokens after ids (1, T). Each token sees itself and the window - 1
-    tokens before it, however long the text gets. Each token is fed once, one at a time, the last
-    one not at all.
+    """Return a Llama's n greedy tokens after ids (1, T), as ints; n is 0 or more, window at least 1. Each token sees
+    itself and the window - 1 tokens before it, however long the text gets. Each token of the prompt and of the text is
+    fed once, one at a time, the very last one not at all (with n = 0, the prompt's).
 
     model.new_cache() is a KVCache: its `layers` (2, 1, H, S, D) and `pos` (S,) may be replaced by parts of them, and
     the next token goes to the position after the largest. model.context is the number of positions that a text may
-    take: let it be math.inf while you write, and what it was afterwards, whatever happens."""
+    take: let it be math.inf while you write, and what it was afterwards, also if a pass fails."""
     # exercise 11.4
     context, cache, written = model.context, model.new_cache(), []
     model.context = math.inf
@@ -97,7 +97,7 @@ def write_on(model: nn.Module, ids: Tensor, n: int, window: int) -> list[int]:
 def moved(kv: Tensor, by: int, speed: Tensor) -> Tensor:
     """Return a layer's cached keys and values (2, B, H, S, D), as rotated, as if every token had
     been read `by` positions further on (or, below 0, before). Rotating twice rotates by the sum of
-    the angles. Values aren't rotated, and kv itself isn't changed."""
+    the angles. Values aren't rotated."""
     # exercise 11.5
     k, v = kv
     return torch.stack([rotate(k, torch.full((k.size(2),), by, device=k.device), speed), v])

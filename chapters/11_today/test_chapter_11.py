@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import llama_kv_cache
-from chapters.checking import assert_close, assert_refused, assert_same
+from chapters.checking import assert_close, assert_refused, assert_same, returned
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import generate
 from llama_kv_cache import Llama, LlamaConfig, rotation
@@ -48,7 +48,7 @@ def test_stage_1_frequencies_fall_from_one_radian_a_token(
 ) -> None:
     expected = torch.tensor([theta ** (-2 * i / head_dim) for i in range(head_dim // 2)])
     what = f"heads of {head_dim}, theta {theta:g}"
-    assert_close(impl.frequencies(head_dim, theta), expected, what, ("pair",))
+    assert_close(returned(impl.frequencies, head_dim, theta), expected, what, ("pair",))
 
 
 @pytest.mark.ex11_1
@@ -61,7 +61,7 @@ def test_stage_2_pairs_are_of_two_halves(impl: ModuleType) -> None:
     x, pos = randn(2, 3, 7, 12), torch.tensor([0, 1, 5, 6, 31, 1000, 20_000])
     expected = llama_kv_cache.rotate(x, rotation(pos, CONFIG))
     what, axes = "against llama_kv_cache.py", ("row", "head", "token", "number")
-    assert_close(impl.rotate(x, pos, SPEED), expected, what, axes, 2e-3)
+    assert_close(returned(impl.rotate, x, pos, SPEED), expected, what, axes, 2e-3)
 
 
 @pytest.mark.ex11_1
@@ -79,7 +79,7 @@ def test_stage_2_half_precision_changes_the_numbers_and_not_the_positions(impl: 
 def test_llama_3s_frequencies(impl: ModuleType, scaling: tuple[float, float, float, int]) -> None:
     factor, low, high, n_ctx = scaling
     speed = torch.tensor([500_000.0 ** (-2 * i / 64) for i in range(32)])
-    found = impl.slowed(speed.clone(), *scaling)
+    found = returned(impl.slowed, speed, *scaling)
     rounds = n_ctx * speed / (2 * math.pi)
     for i in range(32):
         fast, slow = float(speed[i]), float(speed[i] / factor)
@@ -115,7 +115,7 @@ def public_layer(seed: int = 0) -> dict[str, Tensor]:
 @pytest.mark.ex11_3
 def test_the_joined_matrix_gives_what_the_parts_give(impl: ModuleType) -> None:
     tensors, x = public_layer(), randn(1, 3, 40, seed=9)
-    found = impl.joined(tensors, 5, (4, 2), 12)
+    found = returned(impl.joined, tensors, 5, (4, 2), 12)
     assert {*found} == {"c_attn", "c_proj"}, f"names {sorted(found)}, must be c_attn and c_proj"
     output = tensors["model.layers.5.self_attn.o_proj.weight"].t()
     assert_close(found["c_proj"], output, "c_proj", ("in", "out"))
@@ -125,32 +125,56 @@ def test_the_joined_matrix_gives_what_the_parts_give(impl: ModuleType) -> None:
 
 
 @pytest.mark.ex11_3
-@pytest.mark.parametrize("wrong", ["q", "k", "v", "o"])
-def test_a_matrix_of_another_shape_is_refused(impl: ModuleType, wrong: str) -> None:
-    tensors = public_layer()
-    name = f"model.layers.5.self_attn.{wrong}_proj.weight"
-    right = tuple(tensors[name].shape)
-    tensors[name] = tensors[name][:-12] if wrong != "o" else tensors[name][:, :-12]
-    shape = tuple(tensors[name].shape)
-    what = f"{wrong} of shape {shape}"
-    assert_refused(lambda: impl.joined(tensors, 5, (4, 2), 12), what, name, shape, right)
+@pytest.mark.parametrize("part", ["q", "k", "v", "o"])
+def test_a_matrix_of_another_shape_is_refused(impl: ModuleType, part: str) -> None:
+    name = f"model.layers.5.self_attn.{part}_proj.weight"
+    for how, change in {
+        "fewer rows": lambda matrix: matrix[:-12],
+        "a column less": lambda matrix: matrix[:, 1:],
+        "transposed": lambda matrix: matrix.t(),
+    }.items():
+        tensors = public_layer()
+        right, tensors[name] = tuple(tensors[name].shape), change(tensors[name])
+        if part == "q" and how == "a column less":
+            continue  # q says how wide the model is, so that all others are wrong
+        shape = tuple(tensors[name].shape)
+        what = f"{part} of shape {shape}, {how}"
+        needed = (name, shape, right) if part != "q" else (name, shape)
+        assert_refused(lambda given=tensors: impl.joined(given, 5, (4, 2), 12), what, *needed)
 
 
 @pytest.mark.ex11_4
-@pytest.mark.parametrize("window", [1, 2, 7, 16, 200])
-def test_a_window_goes_on_past_the_context(impl: ModuleType, window: int) -> None:
+@pytest.mark.parametrize(("window", "n"), [(1, 60), (2, 1), (7, 150), (16, 0), (200, 60)])
+def test_a_window_goes_on_past_the_context(impl: ModuleType, window: int, n: int) -> None:
     model, fed = random_model(), []
     model.context = 40  # as somebody has set it: not the model's n_ctx, 32
     ids = torch.randint(90, (1, 9), generator=torch.Generator().manual_seed(1))
     hook = model.register_forward_pre_hook(lambda _, args: fed.append(args[0].size(1)))
-    found = impl.write_on(model, ids, 60, window)
+    found = returned(lambda ids: impl.write_on(model, ids, n, window), ids, kind=list)
     hook.remove()
-    assert_same(fed, [1] * (9 + 60 - 1), "tokens fed, pass by pass: each once, the last one not")
+    assert_same(fed, [1] * (8 + n), "tokens fed, pass by pass: each once, the last one not")
     assert model.context == 40, f"model.context is {model.context} afterwards, must be 40 as before"
     model.context = math.inf
     cache = SlidingWindowCache(window)
-    expected = [int(token) for token in generate(model, ids, 60, cache=cache)]
-    assert_same(found, expected, f"60 tokens through a window of {window}, a context of 40")
+    expected = [int(token) for token in generate(model, ids, n, cache=cache)]
+    assert_same(found, expected, f"{n} tokens through a window of {window}, a context of 40")
+    assert {*map(type, found)} <= {int}, f"a list of ints, not {found}"
+
+
+@pytest.mark.ex11_4
+def test_a_pass_that_fails_leaves_the_context_as_it_was(impl: ModuleType) -> None:
+    model, error = random_model(), MemoryError("the fifth pass")
+    fed = []
+
+    def fail(_: object, args: tuple[Tensor]) -> None:
+        fed.append(args)
+        if len(fed) == 5:
+            raise error
+
+    model.register_forward_pre_hook(fail)
+    with pytest.raises(MemoryError):
+        impl.write_on(model, torch.zeros(1, 9, dtype=torch.long), 9, 4)
+    assert model.context == 32, f"model.context is {model.context} after a failure, must be 32"
 
 
 @pytest.mark.ex11_5
@@ -163,10 +187,8 @@ def test_moved_keys_are_those_of_the_same_text_further_on(impl: ModuleType, by: 
     model(ids, further)
     axes = ("keys or values", "row", "head", "token", "number")
     for layer, (kv, expected) in enumerate(zip(cache.layers, further.layers, strict=True)):
-        given = kv.clone()
-        found = impl.moved(kv, by, SPEED)
+        found = returned(impl.moved, kv, by, SPEED)
         assert_close(found, expected, f"layer {layer}, by {by}", axes, 2e-3)
-        assert torch.equal(kv, given), "the cache itself has changed"
 
 
 class Elsewhere(llama_kv_cache.KVCache):

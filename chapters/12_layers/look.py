@@ -1,10 +1,7 @@
-"""`forms`: what three forms of a latent's attention cost; `delta`: what a matrix answers after the
-delta rule, and after a sum. From the project's folder: `python3 -m chapters.12_layers.look forms`.
-"""
+"""What three forms of a latent's attention cost. From the project's folder: `python3 -m chapters.12_layers.look`."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 
 import torch
@@ -12,12 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from hybrid_kv_cache import HybridConfig, LatentAttention, delta_rule
+from hybrid_kv_cache import HybridConfig, LatentAttention
 from support.tables import table
 
 N_READ = 8000
-KEYS = {"a": torch.tensor([[1.0, 0.0]]), "b": torch.tensor([[0.6, 0.8]])}  # of length 1
-WRITES = [("a", 5.0), ("b", 7.0), ("a", 2.0)]
 
 
 def print_forms() -> None:
@@ -62,30 +57,5 @@ def multiplications(form: Callable[..., Tensor], *given: Tensor | None) -> int:
     return counter.get_total_flops() // 2  # a multiplication and an addition are 2
 
 
-def print_delta() -> None:
-    """Print what a matrix answers to two keys after each write, by both rules."""
-    total, state = torch.zeros(2, 1), torch.zeros(1, 1, 2, 1)
-    keep_all, write_all = torch.zeros(1, 1, 1, 1), torch.ones(1, 1, 1, 1)
-    rows = []
-    for name, number in WRITES:
-        k, v = KEYS[name], torch.tensor([[number]])
-        total = total + k.T @ v
-        _, state = delta_rule(
-            state, k[None, None], k[None, None], v[None, None], keep_all, write_all
-        )
-        answers = [key @ matrix for matrix in (total, state[0, 0]) for key in KEYS.values()]
-        rows.append([f"{name} -> {number:g}", *(f"{answer.item():.1f}" for answer in answers)])
-    print(table(["written", "sum: a", "sum: b", "delta rule: a", "delta rule: b"], rows))
-
-
-PARTS = {"forms": print_forms, "delta": print_delta}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=PARTS)
-    PARTS[parser.parse_args().part]()
-
-
 if __name__ == "__main__":
-    main()
+    print_forms()

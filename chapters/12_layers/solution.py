@@ -1,7 +1,7 @@
 """Chapter 12: layers that keep different things, and how far a text can go back.
 
 B batch, T new tokens, S tokens cached and new, H heads, D head size, R numbers of a latent, E numbers of its rotated
-key.
+key. A function leaves its arguments as they are; so does truncate when it refuses.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Layered:
         self.n_read += len(pos)
 
     def truncate(self, n: int) -> None:
-        """Keep the first n tokens, in all layers or in none. Raises ValueError, and changes
-        nothing, if a layer can't; the message must have the number of the first such layer."""
+        """Keep the first n tokens, from none to all, in all layers or in none. Raises ValueError, and
+        changes nothing, if a layer can't; the message must have the number of the first such layer."""
         # exercise 12.1
         caches = [cache.clone() for cache in self.layers]
         for layer, cache in enumerate(caches):
@@ -77,7 +77,8 @@ def absorbed(
     (H, R, D). A query has the same two parts, q (H, D) and q_rope (H, E), and a score is divided by
     the square root of the numbers of a key, D + E.
 
-    No keys and values of the S tokens may be made: they would take 2 S H R D multiplications.
+    No keys and values of the S tokens, one or more, may be made: they would take 2 S H R D multiplications. Scores may
+    be large, so that exp() of one is infinite. The dtype is that of the arguments.
     """
     # exercise 12.2
     scale = 1 / math.sqrt(q.size(1) + q_rope.size(1))  # of the key that isn't made
@@ -90,15 +91,15 @@ def absorbed(
 def delta_rule(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, write: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return what a head's queries q (T, D) read (T, D), and the state (D, D) after all tokens.
+    """Return what a head's queries q (T, D) read (T, D), T at least 1, and the state (D, D) after all tokens.
 
     A state answers a key (D,) with the vector key @ state (D,). Token by token:
     - the state fades: it is multiplied by decay[t];
     - the answer to k[t] is corrected: the outer product of k[t] and its error, v[t] minus the
       answer, is added, times write[t];
     - the query reads the answer to q[t].
-    decay and write (T,) are from 0 to 1. The given state stays as it is: a pass that fails goes
-    back to it.
+    decay and write (T,) are from 0 to 1. The dtype is that of the arguments. A pass that fails goes
+    back to the given state.
     """
     # exercise 12.3
     read = []
@@ -118,7 +119,7 @@ class Layer:
     tokens, at least `window` - 1; a token sees itself and the `window` - 1 tokens before it, at
     least one. "state": the state after the last token.
     saved: a window or a state also keeps checkpoints, copies of what it held after each of these
-    numbers of tokens, once so many have been read.
+    numbers of tokens, once so many have been read. A copy isn't lost.
     """
 
     kind: str
@@ -156,7 +157,7 @@ def read_again(layers: Sequence[Layer], n: int, shared: int, prompt: int) -> int
 
 
 def most_drafted(layers: Sequence[Layer], n: int, limit: int) -> int:
-    """Return how many drafted tokens, at most `limit`, a model may read after n tokens, if it has to
+    """Return how many drafted tokens, at most `limit` (0 or more), a model may read after n tokens, if it has to
     be able afterwards to keep any number of them, from none to all."""
     # exercise 12.4
     drafted = limit

@@ -1,5 +1,6 @@
 """Chapter 12: a cut in all layers or in none, latents read as they are, the delta rule, and how far back a text can go."""
 
+import random
 from types import ModuleType
 
 import pytest
@@ -7,7 +8,14 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from chapters.checking import assert_close, assert_refused, assert_right, assert_same, random_ids
+from chapters.checking import (
+    assert_close,
+    assert_refused,
+    assert_right,
+    assert_same,
+    random_ids,
+    returned,
+)
 from hybrid_kv_cache import Hybrid, HybridConfig
 
 KINDS = ("window", "state", "full", "latent")
@@ -59,6 +67,7 @@ def test_each_layer_has_a_cache_of_its_own(
         (("full", "window"), 12, 1, "the window has evicted"),
         (("latent", "full", "state"), 12, 2, "a state can't forget"),
         (("window", "full"), 21, 0, "no layer has read as many"),
+        (("full", "latent"), -1, 0, "no text has fewer than 0"),
     ],
 )
 def test_what_a_layer_refuses_happens_in_none(
@@ -71,6 +80,7 @@ def test_what_a_layer_refuses_happens_in_none(
     assert_refused(lambda: cache.truncate(n), what, layer)
     lengths = [len(held) for held in (cache, *cache.layers)]
     assert_same(lengths, [20] * len(lengths), f"{what}; tokens in all, then in each layer")
+    cache.truncate(20)  # all of them: that any layer can
     found, expected = model(ids[:, 20:], cache), model(ids)[:, 20:]
     assert_close(found, expected, f"{what}; then 10 more", ("row", "token", "logit"))
 
@@ -89,17 +99,20 @@ def expanded(
 
 
 @pytest.mark.ex12_2
-def test_latents_are_read_as_they_are(impl: ModuleType) -> None:
-    H, S, D, R, E = 4, 200, 16, 24, 6
+@pytest.mark.parametrize(("S", "scale"), [(200, 1), (1, 1), (200, 300)])
+def test_latents_are_read_as_they_are(impl: ModuleType, S: int, scale: float) -> None:
+    H, D, R, E = 4, 16, 24, 6
     shapes = [(H, D), (H, E), (S, R), (S, E), (H, R, D), (H, R, D)]
-    given = [randn(*shape, seed=seed) for seed, shape in enumerate(shapes)]
+    given = [randn(*shape, seed=seed).double() for seed, shape in enumerate(shapes)]
+    given[0] *= scale
     with FlopCounterMode(display=False) as counter:
-        found = impl.absorbed(*given)
-    what = f"{H} heads of {D}, {S} latents of {R}, rotated keys of {E}"
+        found = returned(impl.absorbed, *given)
+    what = f"{H} heads of {D}, {S} latents of {R}, rotated keys of {E}, queries times {scale}"
+    assert found.dtype == torch.float64, f"{what}: float64 in, {found.dtype} out"
     assert_close(found, expanded(*given), what, ("head", "number"))
     products, making = counter.get_total_flops() // 2, S * H * R * D  # a sum for each product
     message = f"{what}: {products:,} multiplications; all keys alone take {making:,}: make none"
-    assert products < making, message
+    assert products < making or S == 1, message
 
 
 @pytest.mark.ex12_3
@@ -119,11 +132,9 @@ def test_a_token_fades_then_corrects_then_reads(impl: ModuleType) -> None:
         ),
     ]:
         gates = torch.tensor([decay]), torch.tensor([write])
-        before = state.clone()
-        read, found = impl.delta_rule(state, key, key, value, *gates)
+        read, found = returned(impl.delta_rule, state, key, key, value, *gates)
         assert_close(found, torch.tensor(expected), f"{why}: the state", ("row", "column"))
         assert_close(read, found[:1], f"{why}: the query reads the new state", ("", "number"))
-        assert torch.equal(state, before), "the given state has changed: a pass may still fail"
 
 
 @pytest.mark.ex12_3
@@ -136,7 +147,7 @@ def test_tokens_come_one_after_another(impl: ModuleType) -> None:
         erase = torch.eye(6) - write[t] * torch.outer(k[t], k[t])
         now = decay[t] * erase @ now + write[t] * torch.outer(k[t], v[t])
         expected.append(q[t] @ now)
-    read, last = impl.delta_rule(state, q, k, v, decay, write)
+    read, last = returned(impl.delta_rule, state, q, k, v, decay, write)
     assert_close(read, torch.stack(expected), "20 tokens: what they read", ("token", "number"))
     assert_close(last, now, "20 tokens: the state after them", ("row", "column"))
 
@@ -151,7 +162,6 @@ def test_tokens_come_one_after_another(impl: ModuleType) -> None:
         ([("window", 4, 5)], 9, [0, 7, 8, 9], "5 tokens are kept, 2 more than the next one sees"),
         ([("window", 4, 4, (3,))], 9, [0, 3, 8, 9], "4 tokens are kept, and a copy after 3"),
         (["full", "state"], 9, [0, 9], "a state can't forget"),
-        ([("state", 0, 0, (4, 8, 12))], 9, [0, 4, 8, 9], "copies after 4 and 8, and none after 12"),
         (
             ["full", ("window", 4, 6), ("window", 3, 6), ("state", 0, 0, (5, 6, 7))],
             9,
@@ -166,30 +176,35 @@ def test_how_far_back(
     layers = [impl.Layer(*([given] if isinstance(given, str) else given)) for given in layers]
     what = f"{layers}, {n} tokens read: {why}"
     if len(layers) == 1:
-        found = [cut for cut in range(n + 1) if impl.can_cut(layers[0], n, cut)]
-        assert_same(found, expected, f"can_cut, {what}")
-    assert_same(impl.cuts(layers, n), expected, f"cuts, {what}")
+        can = (returned(impl.can_cut, layers[0], n, cut, kind=bool) for cut in range(n + 1))
+        assert_same([cut for cut, yes in enumerate(can) if yes], expected, f"can_cut, {what}")
+    assert_same(returned(impl.cuts, layers, n, kind=list), expected, f"cuts, {what}")
 
 
 @pytest.mark.ex12_4
-def test_what_is_read_again_and_what_may_be_drafted(impl: ModuleType) -> None:
-    full, state = impl.Layer("full"), impl.Layer("state")
-    window = impl.Layer("window", window=8, kept=12)
-    saved = impl.Layer("state", saved=(64, 100, 101, 102))
-    for layers, read, drafted, why in [
-        ([full], 30, 9, "every token is kept"),
-        ([full, window], 120, 5, "12 tokens are kept, and the next one sees 7 of them"),
-        ([full, state], 120, 0, "a state goes back to nothing but a new text"),
-        ([full, saved], 56, 3, "copies of the state after 64, 100, 101 and 102 tokens"),
-        ([window, saved], 120, 3, "the window can't go back as far as the state has to"),
-    ]:
-        found = impl.read_again(layers, 103, 90, 120)
-        what = f"{why}; 103 tokens read, of which a prompt of 120 shares 90"
-        assert found == read, f"{what}: {found} have to be read, must be {read}"
-        found = impl.most_drafted(layers, 100, 9)
-        what = f"{why}; 100 tokens read, at most 9 drafted"
-        assert found == drafted, f"{what}: {found} may be drafted, must be {drafted}"
-    for layers, read in (([full], 1), ([full, state], 50)):
-        found = impl.read_again(layers, 50, 50, 50)
-        what = f"{layers[-1]}, 50 tokens read, all of the prompt: its last token is read again"
-        assert found == read, f"{what}, {found} in all, must be {read}"
+@pytest.mark.parametrize("seed", range(20))
+def test_any_layers(impl: ModuleType, seed: int) -> None:
+    """Beside a count of the tokens that a layer holds, and of those that the next one would need."""
+    draw = random.Random(seed)
+    kind, window, n = draw.choice(["window", "state"]), draw.randint(2, 6), draw.randint(1, 20)
+    kept = window - 1 + draw.randint(0, 3) if kind == "window" else 0
+    saved = *draw.sample(range(1, n + 5), 2), *range(n, n + draw.randint(0, 4))
+    layers = [impl.Layer("full"), impl.Layer(kind, window, kept, saved), impl.Layer("latent")]
+
+    def cuts_after(read: int) -> set[int]:
+        held = {*range(max(0, read - kept), read)}
+        first = {cut: max(0, cut - window + 1) if kept else 0 for cut in range(read)}
+        exact = {cut for cut in first if {*range(first[cut], cut)} <= held}
+        return exact | {read} | {copy for copy in saved if copy <= read}
+
+    what = f"{layers}, {n} tokens read"
+    assert_same(returned(impl.cuts, layers, n, kind=list), sorted(cuts_after(n)), f"cuts, {what}")
+    shared, prompt = draw.randint(0, n), n + draw.randint(0, 1)
+    read = prompt - max(cut for cut in cuts_after(n) if cut <= min(shared, prompt - 1))
+    found = returned(impl.read_again, layers, n, shared, prompt, kind=int)
+    what += f"; a prompt of {prompt} shares {shared}, and its last token is read again"
+    assert found == read, f"{what}: {found} in all, must be {read}"
+    limit = draw.choice([0, 3, 7])
+    drafted = max(d for d in range(limit + 1) if {*range(n, n + d)} <= cuts_after(n + d))
+    found = returned(impl.most_drafted, layers, n, limit, kind=int)
+    assert found == drafted, f"{what}; of {limit}, {found} may be drafted, must be {drafted}"

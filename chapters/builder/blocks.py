@@ -95,18 +95,23 @@ def line_with(words: str, lines: list[str], first: int = 0) -> int:
 
 
 def code(file: str, name: str, start: str = "", end: str = "") -> str:
-    """Return a block of Python, and where it is from."""
+    """Return a block of Python, and where it is from. Raises ValueError if it ends inside a statement."""
     first_number, lines = source_lines(file, name)
     if start:
         first = line_with(start, lines)
         last = line_with(end or start, lines, first)
         first_number, lines = first_number + first, lines[first : last + 1]
+    text = dedent("\n".join(lines))
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        raise ValueError(f"what is quoted is no whole statement: {error.msg}") from error
     last_number = first_number + len(lines) - 1
     numbers = f"lines {first_number} to {last_number}" if len(lines) > 1 else f"line {last_number}"
     origin = f"[{file}](../../{file}#L{first_number}), {numbers}"
     if file.startswith("chapters/"):  # a student's lines may have moved
         origin = f"[{Path(file).name}](../../{file})"
-    return fenced("python", dedent("\n".join(lines)), origin)
+    return fenced("python", text, origin)
 
 
 def fenced(language: str, text: str, origin: str) -> str:

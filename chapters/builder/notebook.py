@@ -41,6 +41,9 @@ sys.path.insert(0, os.getcwd())
 from chapters.room import check, run"""
 TITLE = """# The KV cache in two hours
 
+Begin with [the live page](live/index.html): it runs the included model in your browser, with and without a cache. Watch the
+two curves of milliseconds a token. Why does one rise, and the other not? That is what the next two hours are about.
+
 | chapter | minutes |
 |---|---|
 {}

@@ -8,12 +8,11 @@ Ways: without a cache, computing the logits of all positions, as the article's c
 last one only; with a growing and a preallocated cache; and four ways to feed a text to the two
 lines.
 
-seconds        to write the 200 tokens
-time           over the growing cache's in the same turn: for the 200 tokens, or, after longer
-               prompts, for all new tokens but the first
-same           share of tokens equal to those written without a cache
-bytes, each    bytes of the cache at the end, in all and per token
-wrong          the share of positions whose logits differ from attention to the window's tokens
+seconds   to write the 200 tokens
+time      over the growing cache's in the same turn: for the 200 tokens, or, after longer prompts,
+          for all new tokens but the first
+same      share of tokens equal to those written without a cache
+wrong     the share of positions whose logits differ from attention to the window's tokens
 
 Source: Raschka 2025, "Understanding and Coding the KV Cache in LLMs from Scratch".
 """
@@ -32,13 +31,12 @@ import gpt_kv_cache
 from formats.tokenizers import Numbers
 from gpt_kv_cache import KVCache
 from load_gpt2_weights import random_model
-from studies.article.claims import TWO_LINES
+from studies.article.claims import LONGER_PROMPTS, TWO_LINES
 from studies.core import run_study
 from studies.results import Results
 from support.timing import TimedText, run_in_turns, time_text
 
 PROMPT = "Hello, I am"  # the article's
-LONGER_PROMPTS = (128, 512, 1000)  # tokens of longer prompts; 16 are written after each
 MODULES = {
     "all-logits": gpt_baseline,
     "no-cache": gpt_baseline,
@@ -49,8 +47,20 @@ MODULES = {
 SMALL_GEOMETRY = "4x4x64"
 WINDOW = 8
 TEXT_LENGTH = 40
-FULL, QUICK = ("124M", 200, 3), (SMALL_GEOMETRY, 20, 1)  # geometry, tokens, turns
 MAX_LOGIT_ERROR = 1e-3  # as a share of the largest logit; a position beyond it is wrong
+
+
+class Size(NamedTuple):
+    """A geometry, the tokens written after the article's prompt, and how often."""
+
+    geometry: str = "124M"
+    new_tokens: int = 200
+    turns: int = 3
+
+    @classmethod
+    def quick(cls) -> "Size":
+        """Return the size of a reduced run."""
+        return cls(SMALL_GEOMETRY, 20, 1)
 
 
 # --- Time -------------------------------------------------------------------------------------------
@@ -67,66 +77,50 @@ def generate_with_all_logits(
         ids = torch.cat([ids, token], dim=1)
 
 
-class Written(NamedTuple):
-    """A text with its times, and what its cache held at the end."""
-
-    text: TimedText
-    nbytes: int
-    cached_tokens: int
-
-
 @torch.no_grad()
 def write_timed(
     way: str, model: torch.nn.Module, ids: Tensor, new_tokens: int, capacity: int, turn: int
-) -> Written:
+) -> TimedText:
     """Write greedy tokens after ids (1, T). capacity: tokens of the preallocated cache."""
     cache = gpt_bounded_cache.PreallocatedCache(capacity) if way == "preallocated" else KVCache()
     generate = generate_with_all_logits if way == "all-logits" else MODULES[way].generate
     cache_option = {} if MODULES[way] is gpt_baseline else {"cache": cache}
-    text = time_text(lambda: generate(model, ids, new_tokens, **cache_option))
-    return Written(text, cache.nbytes, len(cache))
+    return time_text(lambda: generate(model, ids, new_tokens, **cache_option))
 
 
-def measure_times(
-    rows: Results,
-    ways: list[str],
-    geometry: str,
-    new_tokens: int,
-    turns: int,
-    setting: dict[str, int],
-) -> None:
-    """Append the figures of writing new tokens after the article's prompt, or after a prompt of as
-    many random tokens as the setting says."""
-    prompt_length = setting.get("after")
-    models = {way: random_model(MODULES[way].GPT, geometry) for way in ways}  # with equal weights
-    ids = torch.tensor([Numbers().encode(PROMPT)])  # in GPT-2's tokens
-    capacity = ids.size(1) + new_tokens
+def measure_times(rows: Results, size: Size, prompt_length: int = 0) -> None:
+    """Append the figures of writing after the article's prompt, or after a prompt of so many random
+    tokens."""
     if prompt_length:
+        prompt, setting, new_tokens = "longer prompts", {"after": prompt_length}, 16
         ids = torch.randint(50257, (1, prompt_length))
-        capacity = models["growing"].config.n_ctx
+        ways = ["no-cache", "growing", "preallocated"]
+    else:
+        prompt, setting, new_tokens = repr(PROMPT), {}, size.new_tokens
+        ids = torch.tensor([Numbers().encode(PROMPT)])  # in GPT-2's tokens
+        ways = [*MODULES]
+    if not rows.ways_due(ways, "time", **setting):
+        return
+    models = {way: random_model(MODULES[way].GPT, size.geometry) for way in ways}  # equal weights
+    capacity = models["growing"].config.n_ctx if prompt_length else ids.size(1) + new_tokens
     runs = {way: partial(write_timed, way, models[way], ids, new_tokens, capacity) for way in ways}
-    written = run_in_turns(runs, turns)
+    texts = run_in_turns(runs, size.turns)
     rows.set_model_conditions(
-        f"{geometry}, random weights",
+        f"{size.geometry}, random weights",
         models["growing"],
-        f"{new_tokens} tokens after {'longer prompts' if prompt_length else repr(PROMPT)}, turns: {turns}",
+        f"{new_tokens} tokens after {prompt}, turns: {size.turns}",
     )
     seconds = {}
-    for way, turns_of_way in written.items():
-        seconds[way] = np.array([turn.text.total_seconds for turn in turns_of_way])
+    for way in ways:
+        seconds[way] = np.array([text.total_seconds for text in texts[way]])
         if prompt_length:
-            seconds[way] -= [turn.text.first_token_seconds for turn in turns_of_way]
-    uncached = written["no-cache"][-1].text
-    for way, turns_of_way in written.items():
-        last = turns_of_way[-1]
-        if not prompt_length:
+            seconds[way] -= [text.first_token_seconds for text in texts[way]]
+        else:
             rows.add_values(way, setting, seconds=seconds[way])
-        same = np.equal(last.text.ids, uncached.ids)
-        rows.add_values(way, setting, time=seconds[way] / seconds["growing"], same=[same.mean()])
-        if last.cached_tokens:
-            rows.add_values(
-                way, setting, bytes=[last.nbytes], each=[last.nbytes / last.cached_tokens]
-            )
+    for way in ways:
+        same = np.equal(texts[way][-1].ids, texts["no-cache"][-1].ids).mean()
+        time = seconds[way] / seconds["growing"]
+        rows.add_values(way, setting, same=[same], time=time)
 
 
 # --- The window of two lines ------------------------------------------------------------------------
@@ -157,25 +151,26 @@ class TwoLines(KVCache):
         return super().positions(T) if self.counts_positions else len(self) + torch.arange(T)
 
 
+FEEDINGS = {  # lengths of the passes that read one text
+    "token-by-token": [1] * TEXT_LENGTH,
+    "by-length": [1] * TEXT_LENGTH,  # positions by the cache's length
+    "prompt": [3 * WINDOW] + [1] * (TEXT_LENGTH - 3 * WINDOW),
+    "chunks": [5] * (TEXT_LENGTH // 5),
+}
+
+
 @torch.no_grad()
 def wrong_shares_of_two_lines() -> dict[str, float]:
-    """Return, for four ways of feeding one text, the share of positions whose logits differ from
-    attention to the last WINDOW tokens. In a chunk only the last position counts, since it predicts
-    the next token."""
+    """Return, by feeding, the share of positions whose logits differ from attention to the last
+    WINDOW tokens. In a pass only the last position counts, since it predicts the next token."""
     model = random_model(gpt_bounded_cache.GPT, SMALL_GEOMETRY)
     for parameter in model.parameters():
         parameter.mul_(3)  # else the logits of an untrained model hardly depend on what it reads
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (1, TEXT_LENGTH), generator=generator)
     expected = model(ids, gpt_bounded_cache.SlidingWindowCache(WINDOW))[0]
-    feedings = {
-        "token-by-token": [1] * TEXT_LENGTH,
-        "by-length": [1] * TEXT_LENGTH,  # positions by the cache's length
-        "prompt": [3 * WINDOW] + [1] * (TEXT_LENGTH - 3 * WINDOW),
-        "chunks": [5] * (TEXT_LENGTH // 5),
-    }
     wrong_shares = {}
-    for name, lengths in feedings.items():
+    for name, lengths in FEEDINGS.items():
         cache, chunks = TwoLines(WINDOW, name != "by-length"), ids.split(lengths, dim=1)
         logits = torch.cat([model(chunk, cache, last_only=True)[0] for chunk in chunks])
         expected_logits = expected[torch.tensor(lengths).cumsum(0) - 1]
@@ -190,8 +185,7 @@ def wrong_shares_of_two_lines() -> dict[str, float]:
 
 def measure(rows: Results, quick: bool) -> None:
     """Measure every figure that has no row yet."""
-    geometry, new_tokens, turns = QUICK if quick else FULL
-    if rows.ways_due(["chunks"], "wrong", **TWO_LINES):
+    if rows.ways_due(FEEDINGS, "wrong", **TWO_LINES):
         rows.set_conditions(
             f"{SMALL_GEOMETRY} (layers, heads, width), random weights",
             f"a window of {WINDOW}, a text of {TEXT_LENGTH} tokens",
@@ -199,10 +193,7 @@ def measure(rows: Results, quick: bool) -> None:
         for way, wrong_share in wrong_shares_of_two_lines().items():
             rows.add_values(way, TWO_LINES, wrong=[wrong_share])
     for prompt_length in (0, *LONGER_PROMPTS):
-        setting = {"after": prompt_length} if prompt_length else {}
-        ways = [way for way in MODULES if way != "all-logits" or not prompt_length]
-        if rows.ways_due(ways, "time", **setting):
-            measure_times(rows, ways, geometry, 16 if prompt_length else new_tokens, turns, setting)
+        measure_times(rows, Size.quick() if quick else Size(), prompt_length)
 
 
 main = partial(run_study, __doc__, "article", "20 tokens, at a small geometry", measure)

@@ -43,7 +43,7 @@ from studies.bounding.claims import bleu_from_scratch, our_rule, recall, text_qu
 from studies.core import RECORDED_MODELS, run_study
 from studies.results import Results, Setting
 from support.printing import end_tokens_of
-from support.statistics import bleu, bleu_counts, bootstrap, perplexity
+from support.statistics import bleu, bleu_counts, interval, perplexity
 from support.texts import read_texts
 
 WINDOWS = (64, 128, 256, 512)  # tokens
@@ -142,15 +142,15 @@ def measure_quality(
             way,
             setting,
             size.documents,
-            perplexity=bootstrap(nats, perplexity),
-            above=bootstrap(np.stack([nats, full_nats], 1), perplexity_rise),
+            perplexity=interval(nats, perplexity),
+            above=interval(np.stack([nats, full_nats], 1), perplexity_rise),
         )
         rows.add_figures(
             way,
             setting,
             size.explanations,
-            bleu=bootstrap(counts, bleu),
-            lost=bootstrap(np.stack([counts, full_counts], 1), bleu_loss),
+            bleu=interval(counts, bleu),
+            lost=interval(np.stack([counts, full_counts], 1), bleu_loss),
         )
         rows.add_share(way, setting, "facts", right)
 

@@ -41,7 +41,7 @@ from pocket.evaluation import score_answers, unseen_texts
 from studies.core import RECORDED_MODELS, run_study
 from studies.facts import right_answers
 from studies.results import Results
-from support.statistics import bootstrap, kl
+from support.statistics import interval, kl
 from support.timing import run_in_turns
 
 LENGTH, TURNS = 512, 5  # tokens of a text; turns of the times
@@ -156,7 +156,7 @@ def measure_quality(rows: Results, name: str, readers: dict[str, Memory], size: 
             more_nats.append(float(losses[0] - losses[1]))
             reference = here if way == "grouped" else exact  # those heads are exact themselves
             divergences.append(float(kl(reference, here).mean()))
-        rise = bootstrap(np.array(more_nats), lambda nats: np.expm1(nats.mean(-1)))
+        rise = interval(np.array(more_nats), lambda nats: np.expm1(nats.mean(-1)))
         rows.add_figures(way, setting, len(texts), above=rise)
         if name.startswith("pocket"):
             questions = corpus.recall_questions("test", size.questions)

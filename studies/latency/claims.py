@@ -6,11 +6,12 @@ from studies.results import Results
 from studies.showing import Layout, columns, lines
 
 METRICS = (
-    metrics("median", first=".3g", restore=".2g", saved=".0%", saved_all=".0%")
+    metrics("median", first=".3g", restore=".2g", saved=".0%")
     | metrics("turns", cost=".0%")
     | metrics("exact", pays=".0f")
 )
 USUAL = {"model": "124M"}
+LENGTHS = (64, 128, 256, 512, 1000)  # of prompts, in tokens
 NAMES = {"memory": "from memory", "warm-disk": "from the page cache", "cold-disk": "from the disk"}
 
 
@@ -34,15 +35,14 @@ def loading_is_inexpensive(results: Results) -> Answer:
     )
 
 
+TIMES = {"first token": "first", "restore": "restore"}
 TABLE = Layout(
     "Milliseconds to the first token of a prompt of m tokens, k of them stored, and to "
     "restore these.",
     [".*"],
     [
-        *columns("m 128, k 115", {"first token": "first", "restore": "restore"}, m=128, share=90),
-        *columns(
-            "m 1,000, k 900", {"first token": "first", "restore": "restore"}, m=1000, share=90
-        ),
+        *columns("m 128, k 115", TIMES, m=128, share=90),
+        *columns("m 1,000, k 900", TIMES, m=1000, share=90),
         *columns("", {"pays from k": "pays"}),
     ],
 )
@@ -53,19 +53,7 @@ FIGURES = {
         "over": "share",
         "xlabel": "% of the prompt stored",
         "ylabel": "share saved",
-        "legend": {
-            "from the page cache, m 64": "prompts of 64 tokens",
-            "from the page cache, m 128": "prompts of 128 tokens",
-            "from the page cache, m 256": "prompts of 256 tokens",
-            "from the page cache, m 512": "prompts of 512 tokens",
-            "from the page cache, m 1000": "prompts of 1,000 tokens",
-        },
-        "ways": [
-            lines("warm-disk", m=64),
-            lines("warm-disk", m=128),
-            lines("warm-disk", m=256),
-            lines("warm-disk", m=512),
-            lines("warm-disk", m=1000),
-        ],
+        "ways": [lines("warm-disk", m=m) for m in LENGTHS],
+        "legend": {f"from the page cache, m {m}": f"prompts of {m:,} tokens" for m in LENGTHS},
     },
 }

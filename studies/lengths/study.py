@@ -7,7 +7,6 @@ instead of 16,000 tokens: times don't depend on either.
 tps          tokens/s of decoding after a number of tokens
 faster       how many times as fast as with another cache, compared turn by turn
 mb           megabytes of the cache
-share        bytes as a share of the growing cache's
 
 Source: Yi et al. 2024 (BCT).
 """
@@ -15,6 +14,7 @@ Source: Yi et al. 2024 (BCT).
 import statistics
 from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,13 +34,26 @@ from studies.core import run_study
 from studies.results import Results
 from support.timing import run_in_turns
 
-LENGTHS, TURNS, SLOTS = (128, 1000, 4000, 16000), 5, (24, 2048)  # 2,048 are the source's
+LENGTHS = (128, 1000, 4000, 16000)
+SLOTS = (24, 2048)  # the latter are the source's
 DECODED_TOKENS = 8  # the median of so many tokens; one more before them warms up
-SMALL_GEOMETRY = {"vocab_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 16}
-FULL, QUICK = ("GPT-2's geometry", {}), ("a small geometry", SMALL_GEOMETRY)
+ROOM = DECODED_TOKENS + 1
 
 
-def fill(model: GPT, length: int, cache: KVCache) -> KVCache:
+class Size(NamedTuple):
+    """A geometry, beside GPT-2's, with its name."""
+
+    name: str = "GPT-2's geometry"
+    geometry: dict[str, int] = {}  # noqa: RUF012
+
+    @classmethod
+    def quick(cls) -> "Size":
+        """Return the size of a reduced run."""
+        geometry = {"vocab_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 16}
+        return cls("a small geometry", geometry)
+
+
+def filled(cache: KVCache, model: GPT, length: int) -> KVCache:
     """Return a cache after the random keys and values of `length` tokens were written to it."""
     config, pos = model.config, torch.arange(length)
     kv = torch.randn(2, 1, config.n_head, length, config.head_dim)
@@ -48,16 +61,6 @@ def fill(model: GPT, length: int, cache: KVCache) -> KVCache:
         cache.append(layer, *kv, pos)
     cache.commit(pos)
     return cache
-
-
-def growing_cache(model: GPT, length: int) -> KVCache:
-    """Return a growing cache of random tokens."""
-    return fill(model, length, KVCache())
-
-
-def preallocated_cache(model: GPT, length: int) -> KVCache:
-    """Return a preallocated cache of random tokens, with room for those that are decoded."""
-    return fill(model, length, PreallocatedCache(length + DECODED_TOKENS + 1))
 
 
 def bct_memory(model: BCT, length: int) -> BoundedMemory:
@@ -73,46 +76,50 @@ def bct_memory(model: BCT, length: int) -> BoundedMemory:
     return memory
 
 
+def ways_of(geometry: dict[str, int]) -> dict[str, tuple[GPT, Callable[[int], Any]]]:
+    """Return by name a model, and a function that makes its cache of so many tokens."""
+    torch.manual_seed(0)
+    plain = order_for_decoding(GPT(GPTConfig(**geometry))).eval()
+    ways = {
+        "growing": (plain, lambda n: filled(KVCache(), plain, n)),
+        "preallocated": (plain, lambda n: filled(PreallocatedCache(n + ROOM), plain, n)),
+    }
+    for slots in SLOTS:
+        bct = order_for_decoding(BCT(BCTConfig(**geometry, slots=slots))).eval()
+        ways[f"bct:{slots}"] = bct, partial(bct_memory, bct)
+    return ways
+
+
 def milliseconds_per_token(model: GPT, make_cache: Callable, length: int, turn: int) -> float:
     """Return the median time of a decoded token, with a new cache of `length` tokens."""
-    ids = torch.zeros(1, DECODED_TOKENS + 1, dtype=torch.long)
-    _, pass_milliseconds = read_in_pieces(model, make_cache(model, length), ids)
+    ids = torch.zeros(1, ROOM, dtype=torch.long)
+    _, pass_milliseconds = read_in_pieces(model, make_cache(length), ids)
     return statistics.median(pass_milliseconds[1:])
 
 
 def measure(rows: Results, quick: bool) -> None:
     """Append tokens/s and bytes of each cache at each length; the caches take turns."""
-    if not rows.ways_due(["growing"], "tps", after=LENGTHS[-1]):
-        return
-    geometry_name, geometry = QUICK if quick else FULL
-    geometry = geometry | {"n_ctx": max(LENGTHS) + DECODED_TOKENS + 1}
-    torch.manual_seed(0)
-    plain = order_for_decoding(GPT(GPTConfig(**geometry))).eval()
-    caches = {"growing": (plain, growing_cache), "preallocated": (plain, preallocated_cache)}
-    for slot_count in SLOTS:
-        bct = order_for_decoding(BCT(BCTConfig(**geometry, slots=slot_count))).eval()
-        caches[f"bct:{slot_count}"] = bct, bct_memory
+    size, turns = Size.quick() if quick else Size(), 5
+    ways = ways_of(size.geometry | {"n_ctx": max(LENGTHS) + ROOM})
     rows.set_model_conditions(
-        f"{geometry_name}, random weights",
-        plain,
-        f"caches filled with random numbers, medians of {DECODED_TOKENS} tokens, turns: {TURNS}",
+        f"{size.name}, random weights",
+        ways["growing"][0],
+        f"caches filled with random numbers, medians of {DECODED_TOKENS} tokens, turns: {turns}",
         f"BCT by our rule, with the last {BCTConfig.recent} tokens as they are",
     )
     for length in LENGTHS:
-        runs, cache_bytes, setting = {}, {}, {"after": length}
-        for name, (model, make_cache) in caches.items():
-            cache_bytes[name] = make_cache(model, length).nbytes
-            runs[name] = partial(milliseconds_per_token, model, make_cache, length)
-        milliseconds = run_in_turns(runs, TURNS)
-        for name, turn_milliseconds in milliseconds.items():
-            tokens_per_second = np.divide(1000, turn_milliseconds)
-            share = cache_bytes[name] / cache_bytes["growing"]
-            rows.add_values(
-                name, setting, tps=tokens_per_second, mb=[cache_bytes[name] / 1e6], share=[share]
-            )
+        setting = {"after": length}
+        if not rows.ways_due(ways, "tps", **setting):
+            continue
+        runs = {name: partial(milliseconds_per_token, *way, length) for name, way in ways.items()}
+        milliseconds = run_in_turns(runs, turns)
+        for name, (_, make_cache) in ways.items():
             for other in ("growing", "preallocated"):
-                speedups = np.divide(milliseconds[other], turn_milliseconds)
-                rows.add_values(name, setting | {"than": other}, faster=speedups)
+                faster = np.divide(milliseconds[other], milliseconds[name])
+                rows.add_values(name, setting | {"than": other}, faster=faster)
+            megabytes = make_cache(length).nbytes / 1e6
+            tokens_per_second = np.divide(1000, milliseconds[name])
+            rows.add_values(name, setting, mb=[megabytes], tps=tokens_per_second)
 
 
 main = partial(run_study, __doc__, "lengths", "a small geometry", measure)

@@ -66,7 +66,6 @@ from studies.core import (
     open_results,
     report,
 )
-from studies.judging import MIN_VALUES_OF_INTERVAL
 from studies.projection.claims import LENGTHS, linearity
 from studies.projection.ways import (
     FULL,
@@ -85,7 +84,7 @@ from studies.projection.ways import (
 )
 from studies.results import Results
 from support.printing import end_tokens_of
-from support.statistics import area_under_roc, bootstrap, ratio_of_sums, rouge_l, wilson_interval
+from support.statistics import area_under_roc, interval, ratio_of_sums, rouge_l, wilson_interval
 from support.texts import CAPITALS, Splits, read_pairs
 from support.timing import run_in_turns
 
@@ -107,7 +106,7 @@ LIBRARY_SIZE = 1000  # stored prompts, for the time of retrieval
 def add_metrics(
     rows: Results, way: str, setting: dict, prompts: Sequence[Prompt], **metrics: Sequence
 ) -> None:
-    """Append metrics of a way, one value for each prompt. Intervals are by bootstrap over families,
+    """Append metrics of a way, one value for each prompt. Intervals are over families,
     since paraphrases aren't independent; a share's is at least as wide as Wilson's interval, which
     has a width even where all prompts agree."""
     family_names = [*dict.fromkeys(prompt.family for prompt in prompts)]
@@ -116,12 +115,11 @@ def add_metrics(
         family_sums = np.stack(
             [np.bincount(family_indices, values), np.bincount(family_indices)], 1
         )
-        value, low, high = bootstrap(family_sums, ratio_of_sums)
+        value, low, high = interval(family_sums, ratio_of_sums)
         if metric in SHARE_METRICS:
             _, wilson_low, wilson_high = wilson_interval(sum(values), len(values))
             low, high = min(low, wilson_low), max(high, wilson_high)
-        figure = (value, low, high) if len(family_names) >= MIN_VALUES_OF_INTERVAL else [value]
-        rows.add_figures(way, setting, len(values), **{metric: figure})
+        rows.add_figures(way, setting, len(values), **{metric: (value, low, high)})
 
 
 # --- One prompt -------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ from studies.recycling.claims import NEW_TOKENS, latency, never_slower
 from studies.results import STUDIES_FOLDER, Results
 from support.conditions import GEOMETRIES, is_geometry
 from support.printing import end_tokens_of
-from support.statistics import bootstrap
+from support.statistics import interval
 from support.store import Store
 from support.texts import read_questions, read_texts
 from support.timing import run_in_turns, time_call, time_text
@@ -200,7 +200,7 @@ def add_answers(rows: Results, trial: Trial, answers_by_way: AnswersByWay, setti
             reused=[sum(reused)],
             read=[sum(answer.read for answer in answers)],
         )
-        alpha = bootstrap(np.stack([depth, saved], 1), slope)
+        alpha = interval(np.stack([depth, saved], 1), slope)
         rows.add_figures(way, setting, len(answers), alpha=alpha)
         texts = [trial.recycler.tokenizer.decode(answer.ids) for answer in answers]
         vectors[way] = trial.recycler.encoder([text.removesuffix(END_OF_TEXT) for text in texts])
@@ -219,7 +219,7 @@ def add_similarity(rows: Results, vectors: dict[str, np.ndarray], setting: dict)
     for way in WAYS:
         similarity = (vectors[way] * cold_vectors).sum(1)
         rows.add_values(way, setting, similarity=similarity)
-        near = bootstrap(np.stack([similarity, mean_similarities], 1), nearness)
+        near = interval(np.stack([similarity, mean_similarities], 1), nearness)
         rows.add_figures(way, setting, len(cold_vectors), near=near)
 
 
