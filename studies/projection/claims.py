@@ -34,7 +34,7 @@ SENTENCES = [
     "numbers, its stage 2 (2 m d)².",
     '"For RoPE, assign virtual tokens to the earliest positions" (Implementation notes): all m keys '
     "take one rotation here, that of the position after them. A rotation is linear and changes no norm, "
-    "so a map fitted to m rotations would be as good.",
+    "so a stage 1 fitted to m rotations would read as well.",
 ]
 NAMES = {
     "hit": "exact prefix hit",
@@ -78,11 +78,16 @@ def first_token(results: Results) -> Answer:
         )
 
     answer, sentence, written, smaller, neighbour = for_each(results, "kind", judge)
+    forward, reverse = (
+        f"{results.figure('proposed', metric)} and {results.figure('neighbour', metric)} nats"
+        for metric in ("kl", "reverse")
+    )
     return (
         answer,
         sentence,
         f"as written {written}. With a smaller stage 1 {smaller}. By the similar prompt's own "
-        f"prediction {neighbour}",
+        f"prediction {neighbour}. Of these two, KL(cold ∥ warm) on capitals is {forward}, and KL(warm ∥ "
+        f"cold), the source's, {reverse}",
     )
 
 
@@ -237,7 +242,7 @@ def learned_tokens(results: Results) -> Answer:
                 ways = [x for x in ("written", "proposed") if there.find(x, "kl", on="given", m=m)]
                 found = [there.figure(way, "kl", on="given", m=m) for way in ways]
                 answers.append(max(kl.change(learned).below(0) for kl in found))
-                texts.append(f"{', '.join(map(str, found))} and {learned:±} with {m}")
+                texts.append(f"{', '.join(map(str, found))} and {learned} with {m}")
         written, learned = (there.figure(way, "kl", on="given") for way in ("written", "learned"))
         return (
             max(answers),
@@ -273,9 +278,9 @@ def eighth_token(results: Results) -> Answer:
     return (
         answer,
         sentence,
-        f"time to the eighth token beside a cold start's, and how many are written from summary tokens "
-        f"while a second core reads the prompt: {until_ready}. If only the first one is, the second waits "
-        f"for the prefill: {second_exact}",
+        f"its time beside a cold start's, and how many tokens are the summary's while a second core reads "
+        f"the prompt: {until_ready}. If only the first one is, the second waits for the prefill: "
+        f"{second_exact}",
     )
 
 
