@@ -408,7 +408,8 @@ class Projector(HeadMaps):
 
 def cache_of_summary(model: nn.Module, summary: Tensor, next_pos: int) -> KVCache:
     """Return a cache of summary tokens (L, 2, H, m, D), which text from position next_pos on can
-    follow."""
+    follow. A Llama's keys all take one rotation, that of next_pos: they were fitted relative to it,
+    and a map that is linear can rotate each of them further."""
     k, v = summary.to(model.wte.weight).unbind(1)  # its device and dtype
     pos = torch.arange(next_pos - k.size(-2), next_pos, device=k.device)
     layers = torch.stack([shift_positions(model, k, next_pos), v], 1)

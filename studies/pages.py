@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from studies import replay as replaying
 from studies.claims import (
     SOURCES,
     by_arithmetic,
@@ -87,9 +86,7 @@ def table(study: str) -> str:
 
 
 def draw_all_figures() -> None:
-    """Draw the figures of all studies and replays."""
-    for path in TRACES:
-        replaying.draw_hit_rates(path)
+    """Draw the figures of all studies."""
     for study in itertools.chain(*SOURCES.values()):
         draw_figures(rows(study), ROOT / "studies" / study)
 

@@ -12,13 +12,12 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from studies.core import StudyLine
-from support.figures import write_figure
-from support.files import parse_json, read_csv, read_text, write_csv
+from support.files import parse_json, read_text, write_csv
 from support.prefix import common_prefix_length
 from support.tables import table
 
@@ -104,7 +103,7 @@ def hit_rates(requests: list[Request], capacity: float) -> dict[str, float]:
 
 
 def replay_trace(path: Path, capacities: Sequence[int], folder: Path) -> None:
-    """Print, write and draw the hit rates of a trace over capacities, by default 500 blocks, doubled
+    """Print and write the hit rates of a trace over capacities, by default 500 blocks, doubled
     repeatedly, and those of a cache without limit."""
     requests = read_trace(path)
     block_count = len({block for request in requests for block in request.blocks})
@@ -122,35 +121,8 @@ def replay_trace(path: Path, capacities: Sequence[int], folder: Path) -> None:
         f"{table(header, shown_rows)}\n\nEvicted first: the least recently used run that nothing "
         "continues. The order of requests counts, their times don't."
     )
-    csv_file = folder / f"replay_{path.stem}.csv"
-    write_csv(csv_file, header, rows)
-    draw_hit_rates(csv_file)
+    write_csv(folder / f"replay_{path.stem}.csv", header, rows)
     print(f"Written to {folder}")
-
-
-def draw_hit_rates(csv_file: Path) -> None:
-    """Draw hit rates against capacity, as replay_trace() has written them."""
-    *limited, unlimited = read_csv(csv_file)
-    capacities = [int(row["capacity_blocks"]) for row in limited]
-    name, block_count = csv_file.stem.removeprefix("replay_"), int(unlimited["tokens"]) // BLOCK
-
-    def curves(axes: Any) -> None:
-        for key, style in (("token", "o-"), ("block", "s--")):
-            percentages = [100 * float(row[f"{key}_hit_rate"]) for row in limited]
-            axes.plot(capacities, percentages, style, label=f"{key}s", markersize=4)
-        highest = 100 * float(unlimited["token_hit_rate"])
-        axes.axhline(highest, color="grey", linestyle=":", label="tokens, no limit")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(capacities, [f"{size:,}" for size in capacities])
-
-    write_figure(
-        csv_file.with_suffix(".png"),
-        curves,
-        title=f"{name}: what is found in the cache",
-        xlabel=f"capacity in blocks of {BLOCK} tokens ({block_count:,} different ones in the trace)",
-        ylabel="% found",
-        ylim=(0, None),
-    )
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -29,6 +29,8 @@ from studies.projection.segments import SegmentMap, measure_segments, summarize
 from studies.projection.ways import (
     QUICK,
     TRUE_POSITIONS,
+    BothStages,
+    Fits,
     Trial,
     Way,
     pocket_families,
@@ -62,7 +64,8 @@ def trial() -> Trial:
 
 def kl_of(trial: Trial, way: Way) -> float:
     prompts = trial.stage_1_prompts[:8]
-    return sum(projection.first_token_error(trial, way, p, p)["kl"] for p in prompts) / len(prompts)
+    logits = map(trial.first_logits, [way] * 8, way.starts(prompts), prompts)
+    return sum(x["kl"] for x in map(projection.first_token_error, prompts, logits)) / 8
 
 
 # --- Summary tokens of segments ---------------------------------------------------------------------
@@ -175,12 +178,11 @@ def test_penalties_are_chosen_by_family_and_have_the_least_error(
 
     for module in (ways, segments, encoders):
         monkeypatch.setattr(module, "cross_validate", recording)
-    fresh = replace(TRUE_POSITIONS, tail=2)
-    trial.segment_map(fresh)
-    trial.stage_2(fresh, trial.own_summary)
-    # Whose penalty is that of the proposal's m:
-    trial.stage_2(replace(fresh, m=4), trial.own_summary)
-    ways.Trial.stage_1_penalty.__wrapped__(trial)
+    fits = Fits(trial, replace(TRUE_POSITIONS, tail=2))
+    both = BothStages(trial, fits.own)
+    assert fits.segment_map and both.stage_2 and fits.compressor
+    fewer = Fits(trial, replace(fits.layout, m=4), fits)  # with the penalties of the proposal's m
+    assert BothStages(trial, fewer.own, both).stage_2 and fewer.segment_map and fewer.compressor
     families = [p.family for p in trial.train]
     PairEncoder.fit(trial.tokenizer, [p.text for p in trial.train], families)
     of_stage_1 = [p.family for p in trial.stage_1_prompts]
@@ -220,32 +222,35 @@ def test_pairs_that_are_none_are_one_sentence(tmp_path: Path) -> None:
 def test_the_position_rule_alone_is_exact_at_the_true_position(trial: Trial) -> None:
     prompt, rule = trial.train[0], trial.ways["rule"]
     there = replace(rule, layout=Layout(len(prompt.ids) - 1))
-    found = projection.first_token_worth(trial, there, prompt, trial.train[5])
-    assert found["kl"] < 1e-5 and found["good"] and found["lost"] == 0
-    assert projection.first_token_error(trial, rule, prompt, prompt)["kl"] > 0.01
+    found = projection.first_token_worth(trial, there, prompt, *rule.starts([prompt]))
+    assert found["kl"] < 1e-5 and found["good"] and abs(found["rise"]) < 1e-4
+    assert found["lost"] == 0
+    assert kl_of(trial, rule) > 0.01
 
 
 def test_learned_summary_tokens_are_better_than_their_start(trial: Trial) -> None:
     weights = [p.clone() for p in trial.model.parameters()]
-    start = torch.stack([trial.own_summary(p, TRUE_POSITIONS) for p in trial.stage_1_prompts]).mean(
-        0
-    )
+    start = Fits(trial, TRUE_POSITIONS).own(trial.stage_1_prompts).mean(0)
     learned = trial.ways["learned"]
-    assert kl_of(trial, learned) < 0.9 * kl_of(trial, replace(learned, summary=lambda p, _: start))
+    assert kl_of(trial, learned) < 0.9 * kl_of(
+        trial, replace(learned, starts=lambda _: [start] * 8)
+    )
     for before, after in zip(weights, trial.model.parameters(), strict=True):
         assert torch.equal(before, after) and after.grad is None
 
 
 def test_a_figure_is_what_it_says(trial: Trial) -> None:
     (prompt, source), way = trial.related_pairs("test")[0], trial.ways["raw-8:4"]
-    found = projection.first_token_worth(trial, way, prompt, source)
-    summary = trial.own_summary(source, way.layout)
+    (summary,) = way.starts([source])
+    found = projection.first_token_worth(trial, way, prompt, summary)
     logits = after_summary(trial.model, prompt.exact, summary, way.layout)
     p, q = prompt.exact.logits.log_softmax(-1), logits.log_softmax(-1)
-    assert found["kl"] == pytest.approx(float((p.exp() * (p - q)).sum()), rel=1e-3, abs=1e-5)
+    for metric, a, b in (("kl", p, q), ("reverse", q, p)):
+        expected = float((a.exp() * (a - b)).sum())
+        assert found[metric] == pytest.approx(expected, rel=1e-3, abs=1e-5)
     other = next(p for p, _ in trial.related_pairs("test") if p.answer != prompt.answer)
-    assert projection.score_answer(trial, prompt) == 1
-    assert projection.score_answer(trial, prompt, other.follows[0]) == 0
+    assert projection.score_answer(trial, prompt).tolist() == [1, 1]
+    assert projection.score_answer(trial, prompt, other.follows[0])[0] == 0
 
 
 def test_an_interval_is_by_family_and_has_a_width_where_all_agree(
@@ -262,15 +267,6 @@ def test_an_interval_is_by_family_and_has_a_width_where_all_agree(
     few = [p for p in prompts if level[p.family] < 3]
     projection.add_metrics(rows, "few", {}, few, kl=[1.0] * len(few))
     assert rows.figure("few", "kl") == Figure(1.0), "an interval of three families"
-
-
-def test_a_read_without_a_softmax_would_be_a_regression(monkeypatch: pytest.MonkeyPatch) -> None:
-    def linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return v.sum(-2, keepdim=True)
-
-    assert projection.curvature() > 0.01
-    monkeypatch.setattr(projection, "attention_output", linear)
-    assert projection.curvature() < 1e-4
 
 
 # --- The whole study --------------------------------------------------------------------------------------

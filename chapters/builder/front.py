@@ -25,8 +25,10 @@ times as fast as one by one |
 | [`overfill.py`](overfill.py) | lets a large model read, and a small one write | approximate | \
 sampled texts: perplexity {{ figure("refreshing", "none", "perplexity", model="smollm2", trained="int4") }}; \
 the small model alone: {{ figure("refreshing", "student", "perplexity", model="smollm2", trained="int4") }} |
-| [`projector.py`](projector.py) | guesses the first token from a similar prompt's cache | approximate | \
-{{ figure("projection", "written", "kl", on="given", m=16) }} nats from the exact prediction |
+| [`projector.py`](projector.py) | guesses first tokens from a given, similar prompt | approximate | \
+KL(exact∥guess)={{ figure("projection", "written", "kl", on="given") }} nats \
+(n={{ rows("projection").find("written", "kl", on="given")["n"] }}); \
+copying {{ figure("projection", "neighbour", "kl") }}; limit 0.05 |
 | [`compress.py`](compress.py) | stores the cache in 8, 4 or 2 bits, or drops tokens | approximate | 4 bits: \
 {{ figure("compression", "bits:4", "each", model="smollm2") }} bytes a token instead of \
 {{ figure("compression", "full", "each", model="smollm2") }}, \

@@ -15,20 +15,18 @@ all held-out prompts with a stored relative, from which they start; fit: prompts
 on; lowest, highest: the third of all asked prompts with the lowest and highest similarity; top50:
 the more similar half; another: those for which retrieval finds a prompt that isn't their relative.
 
-kl                          KL(cold || warm) of the first token in nats; with on=swap, of the fifth,
-                            after 4 that were written from summary tokens
-low, good                   share of prompts with kl <= 0.05; share with that, or KL(warm || cold)
-                            <= 0.05, or the following text's perplexity at most 5% higher
-lost                        by how much the answer's exact match, or ROUGE-L, is lower
-saved, first_ms             share of the time to the first token that is saved, retrieval included;
-                            that time in milliseconds
-eighth_ms, eighth           time to the eighth token; the same over a cold start's, a value for each
-                            kind of prompts
+kl, reverse                 KL(cold || warm) of the first token in nats; KL(warm || cold), which the
+                            source asks for
+low, good                   share of prompts with kl <= 0.05; share with that, or reverse <= 0.05,
+                            or the following text's perplexity at most 5% higher
+rise                        how much that text's mean loss is higher, in nats a token
+lost, f1                    by how much the answer's exact match, or ROUGE-L, is lower; by how much
+                            its F1, which of a word or two is ROUGE-L's
+saved                       share of the time to the first token that is saved, retrieval included
+eighth_ms                   time to the eighth token in milliseconds
 from_summary                how many of these eight tokens are written from summary tokens
 area                        area under the ROC curve of similarity, for which tau is a threshold
-penalty, bytes, share       a map's penalty and bytes; a prompt's summary tokens as a share of its
-                            cache
-curvature                   third difference of stage 1's loss along a line of maps, over the loss
+penalty                     a map's penalty
 """
 
 import argparse
@@ -36,8 +34,7 @@ import itertools
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -54,7 +51,6 @@ from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import NAMES, load_model, load_tokenizer
 from projector import (
     Projector,
-    attention_output,
     cache_of_summary,
     first_line,
     first_logits,
@@ -70,7 +66,7 @@ from studies.core import (
     open_results,
     report,
 )
-from studies.projection.claims import ARITHMETIC, few_summary_tokens, linearity
+from studies.projection.claims import LENGTHS, linearity
 from studies.projection.ways import (
     FULL,
     OUR_LAYOUTS,
@@ -78,8 +74,9 @@ from studies.projection.ways import (
     PROPOSED,
     QUICK,
     RAW_LAYOUTS,
-    AskedPrompts,
+    Pairs,
     Prompt,
+    Query,
     Trial,
     Way,
     divergence,
@@ -94,13 +91,13 @@ from support.timing import run_in_turns
 GOOD_LIMIT = 0.05  # the source's upper limit of KL in nats, and of the rise of perplexity
 BOTH_STAGE_WAYS = ("written", "proposed", "proposed-true")
 RETRIEVED_WAYS = (*BOTH_STAGE_WAYS, "own", "raw-8:1", "hidden", "neighbour", "none", *OUR_LAYOUTS)
-SINGLE_PARTS = ("rule", "stage1-written", "stage1-segments")
-GIVEN_WAYS = (*BOTH_STAGE_WAYS, *RAW_LAYOUTS, *SINGLE_PARTS, "learned")
+GIVEN_WAYS = ("written", "proposed", *RAW_LAYOUTS, "rule", "learned")
 SHARE_METRICS = ("low", "good")
-FIT_PROMPTS, TIMED_PROMPTS, EMITTED_TOKENS = 75, 16, 4
-# Numbers of summary tokens beside the proposal's 8, by way.
-OTHER_NUMBERS = {"proposed": (1, 32), "written": (4, 16, 32)}
-PROMPT_LENGTHS = (32, 64, 128, 256, 512, 1000)
+FIT_PROMPTS, TIMED_PROMPTS = 75, 16
+# Numbers of summary tokens beside the proposal's 8, by way. As written, they take a quarter of an
+# hour for each of pocket's kinds, so these are left out but for one.
+OTHER_NUMBERS = {"proposed": (1, 16, 32), "learned": (16,), "written": (4, 16, 32)}
+LEFT_OUT = ("quiz", "long-quiz", "notes")
 # all-MiniLM-L6-v2's geometry.
 MINILM_CONFIG = GPTConfig(vocab_size=1, n_ctx=256, n_layer=6, n_head=12, n_embd=384)
 LIBRARY_SIZE = 1000  # stored prompts, for the time of retrieval
@@ -153,18 +150,19 @@ def choose_tau(trial: Trial) -> tuple[float, float | None]:
     return float(best_tau), area_under_roc(positives, negatives)
 
 
-def score_answer(trial: Trial, prompt: Prompt, *first_tokens: int) -> float:
+def score_answer(trial: Trial, prompt: Prompt, *first_tokens: int) -> np.ndarray:
     """Return the exact match of a greedy answer, up to the end of the line, or ROUGE-L if answers
-    are long. It is written with the exact cache, after first_tokens if these have been emitted
-    already."""
+    are long; and ROUGE-L. It is written with the exact cache, after first_tokens if these have been
+    emitted already."""
     max_tokens = (80 if trial.long_answers else 24) - len(first_tokens)
     ids, stop_ids = trial.batch_of([*prompt.ids, *first_tokens]), end_tokens_of(trial.tokenizer)
     written = generate(trial.model, ids, max_tokens, stop_ids=stop_ids)
     tokens = itertools.chain(map(torch.tensor, first_tokens), written)
     if trial.long_answers:
         text = trial.tokenizer.decode([*map(int, tokens)]).partition(END_OF_TEXT)[0]
-        return rouge_l(text, prompt.answer)
-    return float(first_line(tokens, trial.tokenizer) == prompt.answer)
+        return np.repeat(rouge_l(text, prompt.answer), 2)
+    text = first_line(tokens, trial.tokenizer)
+    return np.array([text == prompt.answer, rouge_l(text, prompt.answer)])
 
 
 @torch.no_grad()
@@ -176,29 +174,30 @@ def continuation_loss(trial: Trial, prompt: Prompt, cache: KVCache, tail: int) -
     return float(cross_entropy(logits.float(), ids[0, tail:]))
 
 
-def first_token_error(trial: Trial, way: Way, prompt: Prompt, source: Prompt) -> dict[str, float]:
-    """Return how far a way's first token is from the exact one."""
-    kl = float(divergence(prompt.exact.logits, trial.first_logits(way, source, prompt)))
-    return {"kl": kl, "low": kl <= GOOD_LIMIT}
+def first_token_error(prompt: Prompt, logits: Tensor) -> dict[str, float]:
+    """Return how far the logits of a prompt's first token are from the exact ones."""
+    exact = prompt.exact.logits
+    kl, reverse = float(divergence(exact, logits)), float(divergence(logits, exact))
+    return {"kl": kl, "reverse": reverse, "low": kl <= GOOD_LIMIT}
 
 
-def first_token_worth(trial: Trial, way: Way, prompt: Prompt, source: Prompt) -> dict[str, float]:
-    """Return the error of a way's first token, whether it is good, and what the answer loses by
-    it."""
-    exact_logits, logits = prompt.exact.logits, trial.first_logits(way, source, prompt)
-    metrics = first_token_error(trial, way, prompt, source)
-    # The source's KL is the reverse one; the smaller of the two counts.
-    metrics["good"] = metrics["low"] or float(divergence(logits, exact_logits)) <= GOOD_LIMIT
-    if way.layout and not metrics["good"]:
-        warm_cache = trial.warm_cache(way, source, prompt)
+def first_token_worth(trial: Trial, way: Way, prompt: Prompt, start: Tensor) -> dict[str, float]:
+    """Return the error of the first token that a way has from what it stores, whether it is good,
+    and what the text and the answer lose by it."""
+    logits = trial.first_logits(way, start, prompt)
+    metrics = first_token_error(prompt, logits)
+    metrics["good"] = min(metrics["kl"], metrics["reverse"]) <= GOOD_LIMIT
+    if way.layout:
+        warm_cache = trial.warm_cache(way.layout, start, prompt)
         warm_loss = continuation_loss(trial, prompt, warm_cache, way.layout.tail)
         exact_cache = prefilled_cache(trial.model, prompt.ids[:-1])
-        cold_loss = continuation_loss(trial, prompt, exact_cache, 1)
-        metrics["good"] = math.expm1(warm_loss - cold_loss) <= GOOD_LIMIT
+        metrics["rise"] = warm_loss - continuation_loss(trial, prompt, exact_cache, 1)
+        metrics["good"] |= math.expm1(metrics["rise"]) <= GOOD_LIMIT
     if prompt.answer:
-        metrics["lost"], first_token = 0.0, int(logits.argmax())
-        if first_token != int(exact_logits.argmax()):
-            metrics["lost"] = score_answer(trial, prompt) - score_answer(trial, prompt, first_token)
+        lost, first_token = np.zeros(2), int(logits.argmax())
+        if first_token != int(prompt.exact.logits.argmax()):
+            lost = score_answer(trial, prompt) - score_answer(trial, prompt, first_token)
+        metrics["lost"], metrics["f1"] = lost
     return metrics
 
 
@@ -208,72 +207,63 @@ def first_token_worth(trial: Trial, way: Way, prompt: Prompt, source: Prompt) ->
 def measure_ways(
     rows: Results,
     trial: Trial,
-    names: Iterable[str],
-    queries: AskedPrompts,
-    measure: Callable[..., dict[str, float]] = first_token_error,
+    ways: Mapping[str, Way],
+    pairs: Pairs,
+    worth: bool = False,
     **setting: Any,
 ) -> None:
-    """Append the figures of ways on some prompts, each with the prompt that it starts from. `m` in
-    the setting is the number of summary tokens, if it isn't the way's own."""
+    """Append the figures of ways on some prompts, each with the prompt that it starts from. worth:
+    also those beyond the first token's error."""
     setting = {"kind": trial.kind} | setting
-    for name in rows.ways_due([name for name in names if name in trial.ways], "kl", **setting):
-        way = trial.ways[name]
-        if "m" in setting:
-            way = replace(way, layout=replace(way.layout, m=setting["m"]))
-        pairs = [(prompt, source) for prompt, source, *_ in queries if way.covers(prompt, source)]
-        measured = [measure(trial, way, prompt, source) for prompt, source in pairs]
-        if measured:
-            columns = {metric: [metrics[metric] for metrics in measured] for metric in measured[0]}
-            add_metrics(rows, name, setting, [prompt for prompt, _ in pairs], **columns)
-
-
-@torch.no_grad()
-def kl_after_summary_tokens(
-    trial: Trial, way: Way, prompt: Prompt, source: Prompt
-) -> dict[str, float]:
-    """Return KL after some tokens that were written from summary tokens, if decoding goes on from
-    these. (If the exact cache reads the tokens again, there is no difference.)"""
-    model, tail, ids = trial.model, way.layout.tail, trial.batch_of(prompt.ids)
-    warm_cache, exact_cache = (
-        trial.warm_cache(way, source, prompt),
-        prefilled_cache(model, prompt.ids),
-    )
-    stand_in = torch.cat([ids.new_zeros(1, len(warm_cache)), ids[:, -tail:]], 1)
-    tokens = torch.cat([*generate(model, stand_in, EMITTED_TOKENS, cache=warm_cache)], 1)
-    expected_logits = model(tokens, exact_cache, last_only=True)[0, -1]
-    logits = model(tokens[:, -1:], warm_cache, last_only=True)[0, -1]
-    return {"kl": float(divergence(expected_logits, logits))}
+    for name in rows.ways_due(ways, "kl", **setting):
+        way = ways[name]
+        covered = [pair for pair in pairs if way.covers(*pair)]
+        if way.alone:
+            covered = [(prompt, prompt) for prompt, _ in covered]
+        if not covered:
+            continue
+        sources = [*dict.fromkeys(source for _, source in covered)]
+        starts = dict(zip(sources, way.starts(sources), strict=True))
+        measured = []
+        for prompt, source in covered:
+            start = starts[source]
+            if worth:
+                measured.append(first_token_worth(trial, way, prompt, start))
+            else:
+                logits = trial.first_logits(way, start, prompt)
+                measured.append(first_token_error(prompt, logits))
+        columns = {metric: [metrics[metric] for metrics in measured] for metric in measured[0]}
+        add_metrics(rows, name, setting, [prompt for prompt, _ in covered], **columns)
 
 
 # --- Time -------------------------------------------------------------------------------------------
 
 
-def time_first_logits(start: Callable[[Any], Any], prompt: Any, turn: int) -> float:
-    """Return the milliseconds that a start takes until its logits are there."""
-    started = time.perf_counter()
-    result = start(prompt)
-    int(result[-1].max())  # waits for the device
-    return 1e3 * (time.perf_counter() - started)
-
-
 def time_in_turns(
-    starts: dict[str, Callable[[Any], Any]], prompts: Sequence[Any], turns: int
+    starts: Mapping[str, Callable[[Any], Any]], prompts: Sequence[Any], turns: int
 ) -> dict[str, np.ndarray]:
-    """Return the milliseconds (prompts, turns) of each start; the starts take turns."""
-    runs = {}
-    for i, prompt in enumerate(prompts):
-        runs |= {
-            (name, i): partial(time_first_logits, start, prompt) for name, start in starts.items()
-        }
-    milliseconds = run_in_turns(runs, turns)
-    return {name: np.array([milliseconds[name, i] for i in range(len(prompts))]) for name in starts}
+    """Return the milliseconds (prompts, turns) until each start has its logits; the starts take
+    turns."""
+
+    def milliseconds(start: Callable[[Any], Any], prompt: Any, turn: int) -> float:
+        started = time.perf_counter()
+        result = start(prompt)
+        int(result[-1].max())  # waits for the device
+        return 1e3 * (time.perf_counter() - started)
+
+    runs = {
+        (name, i): partial(milliseconds, start, prompt)
+        for i, prompt in enumerate(prompts)
+        for name, start in starts.items()
+    }
+    times = run_in_turns(runs, turns)
+    return {name: np.array([times[name, i] for i in range(len(prompts))]) for name in starts}
 
 
 def start_function(trial: Trial, name: str) -> Callable[[Prompt], Tensor]:
     """Return a function that makes a complete start, retrieval included, and returns the first
     logits of a test prompt."""
-    model, stored, way = trial.model, trial.stored_prompts("test"), trial.ways.get(name)
-    library = trial.library(way or Way(), stored)
+    model, stored = trial.model, trial.stored_prompts("test")
 
     def start_from_exact_cache(prompt: Prompt) -> Tensor:
         lengths = {"cold": 0, "shared": len(trial.shared_ids), "hit": len(prompt.ids) - 1}
@@ -282,12 +272,17 @@ def start_function(trial: Trial, name: str) -> Callable[[Prompt], Tensor]:
         cache = KVCache([layer[:, None] for layer in kv], torch.arange(length, device=kv.device))
         return logits_after(model, prompt.ids[length:], cache if length else None)
 
+    if name not in trial.ways:
+        return start_from_exact_cache
+    way = trial.ways[name]
+    library = trial.library(way, stored)
+
     def start_of_way(prompt: Prompt) -> Tensor:
-        if way.logits:
-            return way.logits(stored[library.nearest(prompt.text)[0]])
+        if way.layout is None:
+            return way.starts([stored[library.nearest(prompt.text)[0]]])[0]
         return first_logits(model, library, prompt.text, prompt.ids)
 
-    return start_of_way if way else start_from_exact_cache
+    return start_of_way
 
 
 def measure_times(
@@ -338,13 +333,12 @@ def measure_eighth_token(rows: Results, trial: Trial, prompts: list[Prompt], tur
 
 
 def measure_lengths(rows: Results, turns: int) -> None:
-    """Append times to the first token at GPT-2 124M's size by the length of the prompt: cold, from
-    summary tokens as stored, and from those mapped at every start, as proposed; and the share of the
-    cold start's time that these save, retrieval included, also as a mean over the lengths.
-    Retrieval is timed by itself: an encoder of all-MiniLM-L6-v2's geometry, and reading the summary
-    tokens from the disk. Weights are random, since times don't depend on them."""
+    """Append the share of a cold start's time to the first token that summary tokens save at GPT-2
+    124M's size, retrieval included, by the length of the prompt: as stored, and mapped at every
+    start, as proposed. Retrieval is timed by itself: an encoder of all-MiniLM-L6-v2's geometry, and
+    reading the summary tokens from the disk. Weights are random, since times don't depend on them."""
     setting = {"model": "124M"}
-    if not rows.ways_due(["mapped", "stored"], "saved", **setting):
+    if not rows.ways_due(["mapped", "stored"], "saved", **setting, tokens=LENGTHS[-1]):
         return
     model, m = load_model("random:124M"), PROPOSED.m
     encoder = order_for_decoding(GPT(MINILM_CONFIG)).eval()
@@ -371,65 +365,12 @@ def measure_lengths(rows: Results, turns: int) -> None:
             "mapped": partial(from_summary, mapped=True),
             "retrieval": retrieval,
         }
-        prompts = [torch.randint(config.vocab_size, (T,)).tolist() for T in PROMPT_LENGTHS]
-        milliseconds = time_in_turns(starts, prompts, turns)
-    for i, T in enumerate(PROMPT_LENGTHS):
-        for way in starts:
-            rows.add_values(way, setting | {"tokens": T}, first_ms=milliseconds[way][i])
+        prompts = [torch.randint(config.vocab_size, (T,)).tolist() for T in LENGTHS]
+        times = time_in_turns(starts, prompts, turns)  # (lengths, turns) each
     for way in ("mapped", "stored"):
-        warm = milliseconds[way] + milliseconds["retrieval"]
-        shares = 1 - warm / milliseconds["cold"]  # (lengths, turns)
-        for T, of_length in zip(PROMPT_LENGTHS, shares, strict=True):
+        shares = 1 - (times[way] + times["retrieval"]) / times["cold"]
+        for T, of_length in zip(LENGTHS, shares, strict=True):
             rows.add_values(way, setting | {"tokens": T}, saved=of_length)
-        rows.add_values(way, setting, saved=shares.mean(0))
-
-
-# --- Arithmetic -------------------------------------------------------------------------------------
-
-
-def curvature() -> float:
-    """Return the third difference of stage 1's loss along a line of maps, over the loss: 0 if the
-    loss is quadratic in the map, as a ridge regression's is."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((16, 24), (16, 4), (16, 4), (24, 24), (24, 24))
-    x, q, output, linear_map, step = (torch.randn(shape, generator=generator) for shape in shapes)
-    losses = []
-    for i in range(4):
-        k, v = (x @ (linear_map + i * step)).unflatten(1, (3, 8)).chunk(2, -1)  # (16, 3, 4) each
-        read = attention_output(q[:, None], k, v)[:, 0]
-        losses.append((read - output).square().mean())
-    third_difference = losses[3] - 3 * losses[2] + 3 * losses[1] - losses[0]
-    return float(abs(third_difference) / losses[0])
-
-
-def measure_sizes(rows: Results, trial: Trial) -> None:
-    """Append the size of summary tokens as a share of a cache, and both maps' bytes and
-    penalties."""
-    setting = {"kind": trial.kind}
-    if rows.ways_due(["summary"], "share", **setting):
-        mean_length = mean(len(prompt.ids) for prompt in trial.train)
-        rows.add_values("summary", setting, share=[PROPOSED.m / mean_length])
-    if "written" in trial.ways and rows.ways_due(["written"], "penalty", **setting):
-        stage_1 = trial.compressor(PROPOSED.m)
-        stage_2 = trial.stage_2(PROPOSED, trial.summary_as_written)
-        for way, stage in (("stage1-written", stage_1), ("written", stage_2)):
-            rows.add_values(way, setting, bytes=[stage.weight.nbytes], penalty=[stage.penalty])
-
-
-def add_derived(rows: Results) -> None:
-    """Append the figures that are arithmetic, and those computed from the rows of all kinds."""
-    rows.set_conditions("arithmetic, on random caches")
-    if rows.ways_due(["stage-1"], "curvature", **ARITHMETIC):
-        rows.add_values("stage-1", ARITHMETIC, curvature=[curvature()])
-    kinds = rows.every["kind"]
-    rows.set_conditions(f"{len(kinds)} kinds of prompts")
-    if all(rows.find("cold", "eighth_ms", kind=kind) for kind in kinds):
-        for way in rows.ways_due(["until-ready", "second-exact"], "eighth", kind="all"):
-            ratios = []
-            for kind in kinds:
-                warm, cold = (rows.figure(x, "eighth_ms", kind=kind) for x in (way, "cold"))
-                ratios.append(warm.value / cold.value)
-            rows.add_values(way, {"kind": "all"}, eighth=ratios)
 
 
 # --- The study --------------------------------------------------------------------------------------
@@ -444,41 +385,50 @@ def measure_kind(rows: Results, trial: Trial, turns: int) -> float:
         return tau
     if area is not None and rows.ways_due(["retrieval"], "area", **setting):
         rows.add_values("retrieval", setting, area=[area])
-    related_pairs = trial.related_pairs("test")
-    measure_ways(rows, trial, RETRIEVED_WAYS, similar_queries, first_token_worth)
-    measure_ways(rows, trial, OUR_LAYOUTS, related_pairs[:24], kl_after_summary_tokens, on="swap")
     queries = sorted(queries, key=lambda query: -query.similarity)
     third = len(queries) // 3
     unrelated_queries = [query for query in queries if query.nearest is not query.relative]
-    for on, names, pairs in (
-        ("given", GIVEN_WAYS, related_pairs),
-        ("fit", SINGLE_PARTS, [(prompt, prompt) for prompt in trial.stage_1_prompts[:FIT_PROMPTS]]),
-        ("fit", ["written"], [pair[::-1] for pair in trial.pairs[:FIT_PROMPTS]]),
-        ("highest", ["proposed"], queries[:third]),
-        ("lowest", ["proposed"], queries[-third:]),
-        ("top50", ["proposed"], queries[: len(queries) // 2]),
-        ("another", OUR_LAYOUTS, unrelated_queries),
-    ):
-        measure_ways(rows, trial, names, pairs, on=on)
+
+    def measure_on(names: Iterable[str], pairs: Pairs, worth: bool = False, **on: str) -> None:
+        ways = {name: trial.ways[name] for name in names if name in trial.ways}
+        measure_ways(rows, trial, ways, pairs, worth, **on)
+
+    def found(asked: list[Query]) -> Pairs:
+        return [(query.prompt, query.nearest) for query in asked]
+
+    measure_on(RETRIEVED_WAYS, found(similar_queries), worth=True)
+    measure_on(GIVEN_WAYS, trial.related_pairs("test"), on="given")
+    fitted = trial.stage_1_prompts[:FIT_PROMPTS]
+    measure_on(["stage1-written"], [(prompt, prompt) for prompt in fitted], on="fit")
+    measure_on(["proposed"], found(queries[:third]), on="highest")
+    measure_on(["proposed"], found(queries[-third:]), on="lowest")
+    measure_on(["proposed"], found(queries[: len(queries) // 2]), on="top50")
+    measure_on(OUR_LAYOUTS, found(unrelated_queries), on="another")
     prompts = [query.prompt for query in similar_queries]
     names = [name for name in RETRIEVED_WAYS if name in trial.ways]
     if trial.shared_ids:
         names.append("shared")
     measure_times(rows, trial, ["hit", *names], prompts, turns)
     measure_eighth_token(rows, trial, prompts, turns)
-    measure_sizes(rows, trial)
+    if "written" in trial.ways and rows.ways_due(["written"], "penalty", **setting):
+        stage_2 = trial.ways["written"].starts.stage_2
+        rows.add_values("stage1-written", setting, penalty=[trial.fits.compressor.penalty])
+        rows.add_values("written", setting, penalty=[stage_2.penalty])
     return tau
 
 
 def measure_other_numbers(rows: Results, trial: Trial) -> None:
     """Append the figures of other numbers of summary tokens than the proposal's. With 32, maps take
-    gigabytes, so only one is kept."""
-    related_pairs = trial.related_pairs("test")
-    for way, numbers in OTHER_NUMBERS.items():
-        for m in numbers:
-            if m < trial.shortest and (way == "proposed" or trial.can_vary_written(m)):
-                trial.drop_large_maps()
-                measure_ways(rows, trial, [way], related_pairs, on="given", m=m)
+    gigabytes, so those of one number are dropped before the next are fitted."""
+    for m in sorted({*itertools.chain(*OTHER_NUMBERS.values())}):
+        ways = {
+            name: way
+            for name, way in trial.ways_with(m).items()
+            if m in OTHER_NUMBERS[name] and m < trial.shortest
+        }
+        if trial.kind in LEFT_OUT:
+            ways.pop("written", None)
+        measure_ways(rows, trial, ways, trial.related_pairs("test"), on="given", m=m)
 
 
 def save_libraries(trial: Trial, tau: float, folder: Path) -> None:
@@ -487,11 +437,9 @@ def save_libraries(trial: Trial, tau: float, folder: Path) -> None:
     stored = [prompt for prompt in trial.stored_prompts("test") if prompt.family.startswith("test")]
     library = trial.library(trial.ways["raw-1:16"], stored, threshold=tau, match_names=True)
     library.save(folder / "ours")
-    if "written" in trial.ways:
-        projected_library = trial.library(trial.ways["written"], stored, threshold=tau)
-        projected_library.save(folder / "proposed")
-        stage_2 = trial.stage_2(PROPOSED, trial.summary_as_written)
-        stage_2.save(folder / "proposed" / "projector.safetensors")
+    if written := trial.ways.get("written"):
+        trial.library(written, stored, threshold=tau).save(folder / "proposed")
+        written.starts.stage_2.save(folder / "proposed" / "projector.safetensors")
 
 
 def kinds_of(args: argparse.Namespace) -> dict[str, Splits]:
@@ -534,7 +482,6 @@ def measure(
             measure_other_numbers(rows, trial)
     if args.quick or not rows.no_verdict_reason:
         measure_lengths(rows, size.turns)
-        add_derived(rows)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -556,8 +503,7 @@ def main(argv: list[str] | None = None) -> None:
         difference = "" if is_recorded else "run of other prompts or another model"
         kinds = [*families_by_kind]
         setting = {"model": args.model, "kind": kinds[0]}
-        beyond = [linearity, few_summary_tokens]  # which need more numbers of summary tokens
-        rows = open_results("projection", args, RECORDED_MODELS, difference, setting, beyond)
+        rows = open_results("projection", args, RECORDED_MODELS, difference, setting, [linearity])
         if rows.no_verdict_reason:
             rows.every["kind"] = kinds
         measure(rows, *load_chosen_model(args), families_by_kind, args)

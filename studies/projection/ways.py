@@ -2,13 +2,17 @@
 
 Prompts come in families of paraphrases. Each family serves for fitting ("train"), for choosing
 ("valid") or for measuring ("test"), and never for two of these.
+
+A fit is made once, when it is first used, and stays with its object: Fits has everything of one
+layout but stage 2, and BothStages adds that to one kind of stage 1.
 """
 
-import math
+from __future__ import annotations
+
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial, wraps
+from dataclasses import dataclass, replace
+from functools import cached_property
 from random import Random
 from typing import Any, NamedTuple
 
@@ -51,7 +55,6 @@ RAW_LAYOUTS = {"raw-1:1": Layout(1), "raw-8:1": Layout(8), "raw-32:1": Layout(32
 # The best on validation prompts of the four kinds.
 OUR_LAYOUTS = {"raw-1:16": Layout(1, 16), "raw-8:4": Layout(8, 4), "raw-32:64": Layout(32, 64)}
 MAX_MAP_BYTES = 4_000_000_000  # bytes of stage 1's map
-MAX_OTHER_MAP_BYTES = 9_000_000_000  # bytes of stage 1's map for other numbers of summary tokens
 LEARNING_RATE, BATCH_SIZE = 0.05, 64  # with which Adam learns summary tokens for all prompts
 
 POCKET_KINDS: dict[str, Callable[[str], list[list[corpus.Question]]]] = {
@@ -118,62 +121,27 @@ class Query(NamedTuple):
     relative: Prompt | None
 
 
-# Prompts, each with the prompt that it starts from; a Query, if retrieval found that.
-AskedPrompts = Sequence[tuple[Any, ...]]
+Pairs = Sequence[tuple[Prompt, Prompt]]  # prompts, each with the one that it starts from
+Stage1 = Callable[[Sequence[Prompt]], Tensor]  # N prompts -> their summary tokens
 
 
 @dataclass(frozen=True)
 class Way:
-    """How to get a first token: from a cache that stands for all of a prompt but its tail, or from
-    logits. alone: whether a prompt starts from itself, not from a similar one."""
+    """How to get a first token. starts: what it stores of N prompts. That is a cache for all of a
+    new prompt but its tail, (L, 2, H, m, D), or, without a layout, logits (V,). alone: whether a
+    prompt starts from itself, not from a similar one; most: the most tokens of a prompt, if limited."""
 
-    layout: Layout | None = None  # of the cache
-    summary: Callable[[Prompt, Layout], Tensor] | None = None  # (L, 2, H, m, D)
-    logits: Callable[[Prompt], Tensor] | None = None  # (V,)
+    layout: Layout | None
+    starts: Callable[[Sequence[Prompt]], Sequence[Tensor]]
     alone: bool = False
-    most: float = math.inf  # the most tokens of a prompt
+    most: int | None = None
 
     def covers(self, *prompts: Prompt) -> bool:
         """Return whether prompts are short enough."""
-        return max(len(prompt.ids) for prompt in prompts) <= self.most
+        return self.most is None or max(len(prompt.ids) for prompt in prompts) <= self.most
 
 
-# --- Penalties ------------------------------------------------------------------------------------
-
-
-def reading_error(compressor: Compressor, prompts: Sequence[Prefill]) -> float:
-    """Return the loss of stage 1 on prompts, a sum over layers and heads: the mean squared error of
-    what the last query reads from the summary tokens, divided by the mean square of what it reads
-    from the exact cache."""
-    summaries = compressor(prompts)
-    q = torch.stack([tail_queries(prompt) for prompt in prompts])  # (N, L, H, R, D)
-    outputs = []
-    for queries, prompt in zip(q, prompts, strict=True):
-        outputs.append(attention_output(queries, *cache_before_last(prompt).unbind(1)))
-    output = torch.stack(outputs)  # (N, L, H, R, D)
-    approximation = attention_output(q, *summaries.unbind(2))
-    error = (approximation - output).square().mean((0, -2, -1))  # (L, H)
-    return float((error / output.square().mean((0, -2, -1))).sum())
-
-
-def map_bytes(model: GPT, T: int, m: int) -> int:
-    """Return the bytes of stage 1's map from T tokens to m summary tokens, for all heads."""
-    config = model.config
-    heads = config.n_layer * kv_heads(config)
-    return 4 * heads * (2 * config.head_dim) ** 2 * T * m
-
-
-def once(method: Callable) -> Callable:
-    """Let a method remember its results, in its object's `made`."""
-
-    @wraps(method)
-    def remembered(self: "Trial", *asked: Any) -> Any:
-        made = self.made.setdefault(method.__name__, {})
-        if asked not in made:
-            made[asked] = method(self, *asked)
-        return made[asked]
-
-    return remembered
+# --- The prompts, and the ways to start from them ----------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -193,7 +161,6 @@ class Trial:
     seed: int = 0
     size: Size = FULL
     match_names: bool = False
-    made: dict[str, dict] = field(default_factory=dict)  # what is fitted, by the method's name
 
     def __post_init__(self) -> None:
         self.prompts = {
@@ -223,6 +190,7 @@ class Trial:
         self.pairs = generator.sample(pairs, min(MAX_PAIRS, len(pairs)))  # source, target
         self.stage_1_prompts = generator.sample(self.train, min(STAGE_1_PROMPTS, len(self.train)))
         self.bank_prompts = generator.sample(self.train, min(BANK_PROMPTS, len(self.train)))
+        self.fits = Fits(self, PROPOSED)
         self.ways = self.all_ways()
 
     def read_families(self, split: str, families: list[Family]) -> list[list[Prompt]]:
@@ -277,7 +245,7 @@ class Trial:
             for prompt in family[1:]
         ]
 
-    def related_pairs(self, split: str) -> AskedPrompts:
+    def related_pairs(self, split: str) -> Pairs:
         """Return the prompts asked in a split that have a stored relative, each with its
         relative."""
         return [(prompt, relative) for prompt, relative in self.queries(split) if relative]
@@ -292,10 +260,8 @@ class Trial:
 
     def library(self, way: Way, stored: list[Prompt], **options: Any) -> Library:
         """Return the library of stored prompts, with a way's summary tokens, if it has any."""
-        summaries = torch.zeros(len(stored), 1)
-        if way.layout:
-            stored = [prompt for prompt in stored if way.covers(prompt)]
-            summaries = torch.stack([way.summary(prompt, way.layout) for prompt in stored])
+        stored = [prompt for prompt in stored if way.covers(prompt)]
+        summaries = torch.stack([*way.starts(stored)])
         texts, layout = [prompt.text for prompt in stored], way.layout or PROPOSED
         options = {"match_names": self.match_names, "shared_chars": self.shared_chars} | options
         return Library(self.model, layout, self.encoder, texts, summaries, **options)
@@ -304,7 +270,7 @@ class Trial:
         """Look up every prompt of a split in its library, or in one without any prompt's
         relatives; leave out those for which it holds no prompt of the same names."""
         stored, queries = self.stored_prompts(split, relatives), []
-        library = self.library(Way(), stored)
+        library = self.library(self.ways["neighbour"], stored)
         for prompt, relative in self.queries(split):
             index, similarity = library.nearest(prompt.text)
             if index >= 0:
@@ -313,211 +279,235 @@ class Trial:
                 )
         return queries
 
-    # --- The stages -------------------------------------------------------------------------------
+    # --- The ways ---------------------------------------------------------------------------------
 
-    @once
-    def query_bank(self, tail: int) -> Tensor:
-        """Return queries of training prompts (L, H, N, D) for summarize()."""
-        prompts = [prompt for prompt in self.bank_prompts if len(prompt.ids) >= tail]
-        queries = []
-        for prompt in prompts[: max(4, BANK_QUERIES // tail)]:
-            queries.append(tail_queries(prompt.exact, tail))
-        return torch.cat(queries, 2)
-
-    @once
-    def own_summary(self, prompt: Prompt, layout: Layout) -> Tensor:
-        """Return the summary tokens fitted on one prompt."""
-        bank = self.query_bank(layout.tail)
-        return summarize(measure_segments(prompt.exact, layout, bank))
-
-    @once
-    def segment_map(self, layout: Layout) -> SegmentMap:
-        """Return the smaller stage 1, one map from the means of segments. For another number of
-        summary tokens it has the penalty that was found for the proposal's number."""
-        segments = [measure_segments(prompt.exact, layout) for prompt in self.stage_1_prompts]
-        if layout.m == PROPOSED.m:
-            families = [prompt.family for prompt in self.stage_1_prompts]
-            return SegmentMap.fit(segments, families, self.size.penalties)
-        return SegmentMap(segments, self.segment_map(replace(layout, m=PROPOSED.m)).penalty)
-
-    def can_vary_written(self, m: int) -> bool:
-        """Return whether stage 1 as written is also fitted for m summary tokens: not on pocket's
-        prompts, where that takes a quarter of an hour for each kind."""
-        nbytes = map_bytes(self.model, self.longest - 1, m)
-        takes_long = self.kind in POCKET_KINDS
-        return "written" in self.ways and not takes_long and nbytes <= MAX_OTHER_MAP_BYTES
-
-    def drop_large_maps(self) -> None:
-        """Forget the maps, which can take gigabytes, but not their penalties."""
-        for fitted in ("compressor", "stage_2"):
-            self.made.pop(fitted, None)
-
-    @once
-    def stage_1_penalty(self) -> float:
-        """Return the penalty of stage 1 as written for any number of summary tokens: the one with
-        the least reading error on held-out families, for the proposal's number."""
-        prefills = [prompt.exact for prompt in self.stage_1_prompts]
-        families = [prompt.family for prompt in self.stage_1_prompts]
-
-        def error(train: Tensor, test: Tensor, penalty: float) -> float:
-            fitted = [prefills[i] for i in train]
-            compressor = Compressor(
-                fitted, PROPOSED.m, penalty, self.longest - 1, self.size.stage_1_steps
-            )
-            return reading_error(compressor, [prefills[i] for i in test]) * len(test)
-
-        return cross_validate(error, families[:VALIDATION_PROMPTS], self.size.loss_penalties)
-
-    @once
-    def compressor(self, m: int) -> Compressor:
-        """Return stage 1 as written."""
-        prefills = [prompt.exact for prompt in self.stage_1_prompts]
-        penalty, T = self.stage_1_penalty(), self.longest - 1
-        return Compressor(prefills, m, penalty, T, self.size.stage_1_steps)
-
-    @once
-    def summary_as_written(self, prompt: Prompt, layout: Layout) -> Tensor:
-        """Return the summary tokens of a prompt by stage 1 as written."""
-        return self.compressor(layout.m)([prompt.exact])[0]
-
-    def summaries_of(
-        self, prompts: Sequence[Prompt], layout: Layout, summarise: Callable
-    ) -> Tensor:
-        """Return the summary tokens (N, L, 2, H, m, D) of prompts by one way of stage 1. The maps of
-        stage 1 as written take gigabytes, and are read once for all prompts."""
-        if summarise != self.summary_as_written:
-            return torch.stack([summarise(prompt, layout) for prompt in prompts])
-        distinct = [*dict.fromkeys(prompts)]
-        summaries = self.compressor(layout.m)([prompt.exact for prompt in distinct])
-        of_prompt = dict(zip(distinct, summaries, strict=True))
-        return torch.stack([of_prompt[prompt] for prompt in prompts])
-
-    @once
-    def summary_by_segments(self, prompt: Prompt, layout: Layout) -> Tensor:
-        """Return the summary tokens of a prompt by the smaller stage 1."""
-        return self.segment_map(layout)([measure_segments(prompt.exact, layout)])[0]
-
-    def pair_summaries(self, layout: Layout, summarise: Callable) -> list[Tensor]:
-        """Return the summary tokens of all pairs' sources, and of their targets."""
-        sides = zip(*self.pairs, strict=True)
-        return [self.summaries_of(side, layout, summarise) for side in sides]
-
-    @once
-    def stage_2_penalty(self, layout: Layout, summarise: Callable) -> float:
-        """Return the penalty of stage 2 that predicts held-out families best, for one way of stage
-        1."""
-        sources, targets = self.pair_summaries(layout, summarise)
-
-        def error(train: Tensor, test: Tensor, penalty: float) -> float:
-            projected = Projector(sources[train], targets[train], penalty)(sources[test])
-            return float((projected - targets[test]).square().mean() * len(test))
-
-        families = [source.family for source, _ in self.pairs]
-        return cross_validate(error, families, self.size.penalties)
-
-    @once
-    def stage_2(self, layout: Layout, summarise: Callable) -> Projector:
-        """Return stage 2 for one way of stage 1. For any number of summary tokens it has the
-        penalty that is best for the proposal's number."""
-        penalty = self.stage_2_penalty(replace(layout, m=PROPOSED.m), summarise)
-        return Projector(*self.pair_summaries(layout, summarise), penalty)
-
-    @once
-    def projected_summary(self, summarise: Callable, prompt: Prompt, layout: Layout) -> Tensor:
-        """Return a prompt's summary tokens after both stages. They are computed once, since stage 2
-        doesn't depend on the new prompt; the proposal maps them at every start."""
-        return self.stage_2(layout, summarise)(summarise(prompt, layout)[None])[0]
-
-    @once
+    @cached_property
     def hidden_map(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the ridge regression from a source's last hidden state to its target's: both
-        means, and the weights."""
+        """The ridge regression from a source's last hidden state to its target's: both means, and
+        the weights."""
         x, y = (
             torch.stack([prompt.exact.hidden for prompt in side]).double()
             for side in zip(*self.pairs, strict=True)
         )
         return x.mean(0), y.mean(0), ridge(x - x.mean(0), y - y.mean(0), 0.1)
 
-    def logits_by_hidden_state(self, source: Prompt) -> Tensor:
-        """Return the logits (V,) of the source's last hidden state after the linear map of
-        hidden_map()."""
-        source_mean, target_mean, weight = self.hidden_map()
-        x = (source.exact.hidden.double() - source_mean) @ weight + target_mean
-        return self.model.head(x.to(self.model.wte.weight)[None, None])[0, 0]
+    def logits_by_hidden_state(self, prompts: Sequence[Prompt]) -> Tensor:
+        """Return the logits (N, V) of prompts' last hidden states after the linear map of
+        hidden_map."""
+        source_mean, target_mean, weight = self.hidden_map
+        hidden = torch.stack([prompt.exact.hidden for prompt in prompts]).double()
+        x = (hidden - source_mean) @ weight + target_mean
+        return self.model.head(x.to(self.model.wte.weight)[None])[0]
 
-    @once
+    def all_ways(self) -> dict[str, Way]:
+        """Return all ways by name: the proposal with its stage 1 as written and with the smaller
+        one, steps away from it, its baselines, its parts alone, and our own."""
+        fits, true, longest = self.fits, Fits(self, TRUE_POSITIONS), self.longest
+        ways = {
+            "proposed": Way(PROPOSED, BothStages(self, fits.by_segments)),
+            "proposed-true": Way(TRUE_POSITIONS, BothStages(self, true.by_segments)),
+            "own": Way(TRUE_POSITIONS, BothStages(self, true.own)),
+            "none": Way(
+                Layout(1), lambda prompts: [prompt.exact.kv[..., :0, :] for prompt in prompts]
+            ),
+            "hidden": Way(None, self.logits_by_hidden_state),
+            "neighbour": Way(None, lambda prompts: [prompt.exact.logits for prompt in prompts]),
+            "learned": Way(PROPOSED, fits.shared_by_all),
+            # The complete exact cache, in the place of summary tokens:
+            "rule": Way(
+                PROPOSED,
+                lambda prompts: [cache_before_last(prompt.exact) for prompt in prompts],
+                alone=True,
+            ),
+        }
+        if map_bytes(self.model, longest - 1, PROPOSED.m) <= MAX_MAP_BYTES:
+            ways["written"] = Way(PROPOSED, BothStages(self, fits.as_written), most=longest)
+            ways["stage1-written"] = Way(PROPOSED, fits.as_written, alone=True, most=longest)
+        for name, layout in (RAW_LAYOUTS | OUR_LAYOUTS).items():
+            if layout.m + layout.tail <= self.shortest:
+                ways[name] = Way(layout, Fits(self, layout).own)
+        return ways
+
+    def ways_with(self, m: int) -> dict[str, Way]:
+        """Return the ways whose number of summary tokens is varied, with m of them. Their penalties
+        are those for the proposal's number."""
+        fits = Fits(self, replace(PROPOSED, m=m), self.fits)
+        starts = {
+            "proposed": BothStages(self, fits.by_segments, self.ways["proposed"].starts),
+            "learned": fits.shared_by_all,
+        }
+        if "written" in self.ways:
+            starts["written"] = BothStages(self, fits.as_written, self.ways["written"].starts)
+        return {
+            name: replace(self.ways[name], layout=fits.layout, starts=start)
+            for name, start in starts.items()
+        }
+
+    def warm_cache(self, layout: Layout, summary: Tensor, prompt: Prompt) -> KVCache:
+        """Return the cache of summary tokens that stands for all of a prompt but its tail."""
+        position = layout.tail_position(len(prompt.ids))
+        return projector.cache_of_summary(self.model, summary, position)
+
+    @torch.no_grad()
+    def first_logits(self, way: Way, start: Tensor, prompt: Prompt) -> Tensor:
+        """Return the logits (V,) of a prompt's first new token. start: what the way stores of the
+        prompt that it starts from."""
+        if way.layout is None:
+            return start
+        tail = prompt.ids[-way.layout.tail :]
+        return projector.logits_after(self.model, tail, self.warm_cache(way.layout, start, prompt))
+
+
+# --- What is fitted -------------------------------------------------------------------------------
+
+
+def reading_error(compressor: Compressor, prompts: Sequence[Prefill]) -> float:
+    """Return the loss of stage 1 on prompts, a sum over layers and heads: the mean squared error of
+    what the last query reads from the summary tokens, divided by the mean square of what it reads
+    from the exact cache."""
+    summaries = compressor(prompts)
+    q = torch.stack([tail_queries(prompt) for prompt in prompts])  # (N, L, H, R, D)
+    outputs = []
+    for queries, prompt in zip(q, prompts, strict=True):
+        outputs.append(attention_output(queries, *cache_before_last(prompt).unbind(1)))
+    output = torch.stack(outputs)  # (N, L, H, R, D)
+    approximation = attention_output(q, *summaries.unbind(2))
+    error = (approximation - output).square().mean((0, -2, -1))  # (L, H)
+    return float((error / output.square().mean((0, -2, -1))).sum())
+
+
+def map_bytes(model: GPT, T: int, m: int) -> int:
+    """Return the bytes of stage 1's map from T tokens to m summary tokens, for all heads."""
+    config = model.config
+    heads = config.n_layer * kv_heads(config)
+    return 4 * heads * (2 * config.head_dim) ** 2 * T * m
+
+
+@dataclass(eq=False)
+class Fits:
+    """What is fitted on a trial's training prompts in one layout. like: fits of another number of
+    summary tokens, whose penalties are taken over; by default they are chosen here."""
+
+    trial: Trial
+    layout: Layout
+    like: Fits | None = None
+
+    @cached_property
+    def query_bank(self) -> Tensor:
+        """Queries of training prompts (L, H, N, D), for summarize()."""
+        tail = self.layout.tail
+        prompts = [prompt for prompt in self.trial.bank_prompts if len(prompt.ids) >= tail]
+        prompts = prompts[: max(4, BANK_QUERIES // tail)]
+        return torch.cat([tail_queries(prompt.exact, tail) for prompt in prompts], 2)
+
+    def own(self, prompts: Sequence[Prompt]) -> Tensor:
+        """Return summary tokens (N, L, 2, H, m, D) that are fitted on each prompt alone."""
+        summaries = []
+        for prompt in prompts:
+            segments = measure_segments(prompt.exact, self.layout, self.query_bank)
+            summaries.append(summarize(segments))
+        return torch.stack(summaries)
+
+    @cached_property
+    def segment_map(self) -> SegmentMap:
+        """The smaller stage 1, one map from the means of segments."""
+        prompts = self.trial.stage_1_prompts
+        segments = [measure_segments(prompt.exact, self.layout) for prompt in prompts]
+        if self.like:
+            return SegmentMap(segments, self.like.segment_map.penalty)
+        families = [prompt.family for prompt in prompts]
+        return SegmentMap.fit(segments, families, self.trial.size.penalties)
+
+    def by_segments(self, prompts: Sequence[Prompt]) -> Tensor:
+        """Return the summary tokens of prompts by the smaller stage 1."""
+        return self.segment_map([measure_segments(prompt.exact, self.layout) for prompt in prompts])
+
+    @cached_property
+    def compressor(self) -> Compressor:
+        """Stage 1 as written, with the penalty that has the least reading error on held-out
+        families. It can take gigabytes."""
+        prefills = [prompt.exact for prompt in self.trial.stage_1_prompts]
+        T, size = self.trial.longest - 1, self.trial.size
+
+        def fit(prompts: Sequence[Prefill], penalty: float) -> Compressor:
+            return Compressor(prompts, self.layout.m, penalty, T, size.stage_1_steps)
+
+        def error(train: Tensor, test: Tensor, penalty: float) -> float:
+            fitted = fit([prefills[i] for i in train], penalty)
+            return reading_error(fitted, [prefills[i] for i in test]) * len(test)
+
+        if self.like:
+            return fit(prefills, self.like.compressor.penalty)
+        families = [prompt.family for prompt in self.trial.stage_1_prompts[:VALIDATION_PROMPTS]]
+        return fit(prefills, cross_validate(error, families, size.loss_penalties))
+
+    def as_written(self, prompts: Sequence[Prompt]) -> Tensor:
+        """Return the summary tokens of prompts by stage 1 as written."""
+        return self.compressor([prompt.exact for prompt in prompts])
+
+    @cached_property
     @torch.enable_grad()
-    def learned_summary(self) -> Tensor:
-        """Return the source's baseline, summary tokens (L, 2, H, m, D) that are the same for every
-        prompt. They begin as the mean of prompts' own, and are trained through the model to
-        minimise KL(cold || warm) of training prompts' first token, read at position m as
-        proposed."""
-        prompts = self.stage_1_prompts
-        last_ids = torch.tensor([prompt.ids[-1:] for prompt in prompts], device=self.device)
-        cold_logits = torch.stack([prompt.exact.logits for prompt in prompts]).to(self.device)
-        own_summaries = [self.own_summary(prompt, TRUE_POSITIONS) for prompt in prompts]
-        summary = torch.stack(own_summaries).mean(0).to(self.device)
+    def learned(self) -> Tensor:
+        """The source's baseline, summary tokens (L, 2, H, m, D) that are the same for every prompt.
+        They begin as the mean of prompts' own, and are trained through the model to minimise
+        KL(cold || warm) of training prompts' first token, read at position m as proposed."""
+        model, prompts, m = self.trial.model, self.trial.stage_1_prompts, self.layout.m
+        last_ids = torch.tensor([prompt.ids[-1:] for prompt in prompts], device=self.trial.device)
+        cold_logits = torch.stack([prompt.exact.logits for prompt in prompts]).to(last_ids.device)
+        true_positions = replace(self.layout, true_positions=True)
+        summary = Fits(self.trial, true_positions).own(prompts).mean(0).to(last_ids.device)
         summary.requires_grad_()
         optimizer = torch.optim.Adam([summary], lr=LEARNING_RATE)
-        steps = self.size.adam_steps
+        steps = self.trial.size.adam_steps
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         generator = torch.Generator().manual_seed(0)
         for _ in range(steps):
             batch = torch.randperm(len(last_ids), generator=generator)[:BATCH_SIZE]
-            cache = projector.cache_of_summary(self.model, summary, PROPOSED.m)
+            cache = projector.cache_of_summary(model, summary, m)
             layers = [layer.expand(-1, len(batch), -1, -1, -1) for layer in cache.layers]
-            logits = self.model(last_ids[batch], KVCache(layers, cache.pos), last_only=True)[:, 0]
+            logits = model(last_ids[batch], KVCache(layers, cache.pos), last_only=True)[:, 0]
             (summary.grad,) = torch.autograd.grad(kl(cold_logits[batch], logits).mean(), [summary])
             optimizer.step()
             schedule.step()
         return summary.detach()
 
-    # --- The ways ---------------------------------------------------------------------------------
+    def shared_by_all(self, prompts: Sequence[Prompt]) -> list[Tensor]:
+        """Return the learned summary tokens for each of some prompts."""
+        return [self.learned] * len(prompts)
 
-    def all_ways(self) -> dict[str, Way]:
-        """Return all ways by name: the proposal with its stage 1 as written and with the smaller
-        one, steps away from it, its baselines, its parts alone, and our own."""
-        ways = {
-            "proposed": Way(PROPOSED, partial(self.projected_summary, self.summary_by_segments)),
-            "proposed-true": Way(
-                TRUE_POSITIONS, partial(self.projected_summary, self.summary_by_segments)
-            ),
-            "own": Way(TRUE_POSITIONS, partial(self.projected_summary, self.own_summary)),
-            "none": Way(
-                Layout(1), lambda prompt, layout: self.own_summary(prompt, layout)[..., :0, :]
-            ),
-            "hidden": Way(logits=self.logits_by_hidden_state),
-            "neighbour": Way(logits=lambda prompt: prompt.exact.logits),
-            "learned": Way(PROPOSED, lambda prompt, layout: self.learned_summary()),
-            # The complete exact cache, in the place of summary tokens:
-            "rule": Way(PROPOSED, lambda prompt, _: cache_before_last(prompt.exact), alone=True),
-            "stage1-segments": Way(TRUE_POSITIONS, self.summary_by_segments, alone=True),
-        }
-        longest = self.longest  # stage 1 as written has no columns for more
-        if map_bytes(self.model, longest - 1, PROPOSED.m) <= MAX_MAP_BYTES:
-            projected = partial(self.projected_summary, self.summary_as_written)
-            ways["written"] = Way(PROPOSED, projected, most=longest)
-            ways["stage1-written"] = Way(
-                PROPOSED, self.summary_as_written, alone=True, most=longest
-            )
-        for name, layout in (RAW_LAYOUTS | OUR_LAYOUTS).items():
-            if layout.m + layout.tail <= self.shortest:
-                ways[name] = Way(layout, self.own_summary)
-        return ways
 
-    def warm_cache(self, way: Way, source: Prompt, prompt: Prompt) -> KVCache:
-        """Return the cache that stands for all of a prompt but its tail."""
-        position = way.layout.tail_position(len(prompt.ids))
-        return projector.cache_of_summary(self.model, way.summary(source, way.layout), position)
+@dataclass(eq=False)
+class BothStages:
+    """Stage 1 of some kind, and stage 2 after it. like: as in Fits."""
 
-    @torch.no_grad()
-    def first_logits(self, way: Way, source: Prompt, prompt: Prompt) -> Tensor:
-        """Return the logits (V,) of a prompt's first new token."""
-        source = prompt if way.alone else source
-        if way.logits:
-            return way.logits(source)
-        ids = prompt.ids[-way.layout.tail :]
-        return projector.logits_after(self.model, ids, self.warm_cache(way, source, prompt))
+    trial: Trial
+    stage_1: Stage1
+    like: BothStages | None = None
+
+    @cached_property
+    def stage_2(self) -> Projector:
+        """The map between similar prompts, with the penalty that predicts held-out families best."""
+        pairs, train = self.trial.pairs, self.trial.train
+        summary_of = dict(zip(train, self.stage_1(train), strict=True))
+        sources, targets = (
+            torch.stack([summary_of[prompt] for prompt in side])
+            for side in zip(*pairs, strict=True)
+        )
+
+        def error(train: Tensor, test: Tensor, penalty: float) -> float:
+            projected = Projector(sources[train], targets[train], penalty)(sources[test])
+            return float((projected - targets[test]).square().mean() * len(test))
+
+        if self.like:
+            return Projector(sources, targets, self.like.stage_2.penalty)
+        families = [source.family for source, _ in pairs]
+        penalty = cross_validate(error, families, self.trial.size.penalties)
+        return Projector(sources, targets, penalty)
+
+    def __call__(self, prompts: Sequence[Prompt]) -> Tensor:
+        """Return the summary tokens of prompts after both stages. Stage 2 doesn't depend on the new
+        prompt, so they can be computed once; the proposal maps them at every start."""
+        return self.stage_2(self.stage_1(prompts))
 
 
 def divergence(expected: Tensor, actual: Tensor) -> Tensor:

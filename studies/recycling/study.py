@@ -11,12 +11,12 @@ pocket's answers; a run with other embeddings or another model is given no verdi
 cold, recycled, published   the whole prompt is read; all but its longest stored prefix is read; the
                             source's call, on the nearest stored prompt if all of it is a prefix
 first, latency              milliseconds to the first token and to the last; a prompt's medians
-saved, slowest              the share of the latency that is saved; the largest ratio to cold's
-alpha, alpha_first          the slope of that share over k/m (k of m tokens reused), to the last
-                            and to the first token: S = alpha k / m, section 5.5
+saved                       the share of the latency that is saved
+alpha                       the slope of that share over k/m (k of m tokens reused): S = alpha k / m,
+                            section 5.5
+depth                       k/m
 answers                     how many equal the cold run's, token for token
 tokens, reused, read        tokens of the prompts, found in the store, and fed to the model
-positions, spared           of the context that prompts and answers take; how many fewer than cold
 similarity                  of an answer's embedding to the cold answer's; others: of cold answers
                             to each other
 near                        similarity on a scale from 0, as cold answers to each other, to 1, equal
@@ -27,6 +27,7 @@ Source: Pandey, "KV Cache Recycling to Expand Usable Context Capacity in Low Par
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -53,7 +54,7 @@ from studies.core import (
     open_results,
     report,
 )
-from studies.recycling.claims import latency, never_slower, no_overlap
+from studies.recycling.claims import NEW_TOKENS, latency, never_slower
 from studies.results import STUDIES_FOLDER, Results
 from support.conditions import GEOMETRIES, is_geometry
 from support.printing import end_tokens_of
@@ -64,8 +65,6 @@ from support.timing import run_in_turns, time_call, time_text
 
 WAYS = {"cold": "cold", "recycled": "longest", "published": "published"}  # recycle.py's names
 ENCODER = "all-MiniLM-L6-v2"  # of the recorded embeddings
-NEW_TOKENS = 100
-SHORT_ANSWERS = (1, 2, 5, 10)  # tokens
 CHAT_TEXT = "article"  # the text in data/real that a conversation is about
 RECORDED_MODELS = ("pocket", REAL_MODEL, "355M")
 AnswersByWay = dict[tuple[str, str], list["Answer"]]  # by way and prompt, turn by turn
@@ -75,10 +74,10 @@ class Answer(NamedTuple):
     """What was written after a prompt, and what it took."""
 
     ids: list[int]
-    first_token_seconds: float
-    total_seconds: float
-    reused_tokens: int
-    positions: int
+    first_ms: float
+    last_ms: float
+    reused: int  # tokens of the prompt
+    read: int
 
 
 def recorded_encoder() -> Callable[[Sequence[str]], np.ndarray]:
@@ -92,26 +91,26 @@ def recorded_encoder() -> Callable[[Sequence[str]], np.ndarray]:
     return lambda texts: np.stack([vector_of.get(text, unknown) for text in texts])
 
 
+@dataclass
 class Trial:
     """The experiment with one model: how a prompt is answered, and what is stored."""
 
-    def __init__(self, recycler: Recycler, tests: Sequence[str], max_new_tokens: int) -> None:
-        """tests: the prompts to answer. Raises ValueError if one leaves no room for the answer."""
-        self.recycler, self.tests, self.max_new_tokens = recycler, tests, max_new_tokens
-        self.lengths = prompt_lengths(recycler, tests, max_new_tokens)
+    recycler: Recycler
+    tests: Sequence[str]  # the prompts to answer
+    max_new_tokens: int
 
     def answer(self, way: str, text: str, turn: int = 0) -> Answer:
         """Answer a prompt; its times include retrieval and restoring."""
         prompt = self.recycler, WAYS[way], text
         retrieval_seconds, cache = time_call(lambda: cache_by(*prompt))
-        reused_tokens = len(cache)
-        timed_text = time_text(lambda: generate_by(*prompt, cache, self.max_new_tokens))
+        reused = len(cache)
+        timed = time_text(lambda: generate_by(*prompt, cache, self.max_new_tokens))
         return Answer(
-            timed_text.ids,
-            retrieval_seconds + timed_text.first_token_seconds,
-            retrieval_seconds + timed_text.total_seconds,
-            reused_tokens,
-            len(cache),
+            timed.ids,
+            1e3 * (retrieval_seconds + timed.first_token_seconds),
+            1e3 * (retrieval_seconds + timed.total_seconds),
+            reused,
+            len(cache) - reused - (len(timed.ids) - 1),  # the last token of an answer isn't read
         )
 
     def store_and_answer(self, stored: Sequence[str], order: str, turns: int) -> AnswersByWay:
@@ -129,13 +128,6 @@ class Trial:
 
     def answer_once(self, *ways: str) -> AnswersByWay:
         return {(way, text): [self.answer(way, text)] for way in ways for text in self.tests}
-
-    def unrelated_prompts(self, stored: Sequence[str]) -> list[str]:
-        """Return the stored prompts with whose first token no tested prompt begins. (What begins
-        every text doesn't count.)"""
-        encode = self.recycler.tokenizer.encode_ordinary
-        first_tokens = {encode(text)[0] for text in self.tests}
-        return [text for text in stored if encode(text)[0] not in first_tokens]
 
 
 @torch.no_grad()
@@ -184,67 +176,35 @@ def nearness(pairs: np.ndarray) -> np.ndarray:
 
 def add_answers(rows: Results, trial: Trial, answers_by_way: AnswersByWay, setting: dict) -> None:
     """Append the figures of the answers."""
+    lengths = prompt_lengths(trial.recycler, trial.tests, trial.max_new_tokens)
     vectors = {}
     for way in WAYS:  # cold first
-        answers_by_prompt = [answers_by_way[way, text] for text in trial.tests]
-        first_answers = [answers[0] for answers in answers_by_prompt]
-        seconds_by_turn = [
-            [(answer.first_token_seconds, answer.total_seconds) for answer in answers]
-            for answers in answers_by_prompt
-        ]
-        # To the first token and to the last (prompts, 2).
-        median_seconds = np.median(seconds_by_turn, axis=1)
+        turns_by_prompt = [answers_by_way[way, text] for text in trial.tests]
+        answers = [turns[0] for turns in turns_by_prompt]
+        times = [[(turn.first_ms, turn.last_ms) for turn in turns] for turns in turns_by_prompt]
+        first, latency = np.median(times, axis=1).T
         if way == "cold":
-            cold_answers, cold_seconds = first_answers, median_seconds
-        saved_shares = 1 - median_seconds / cold_seconds
-        reused_tokens = [answer.reused_tokens for answer in first_answers]
-        positions = [answer.positions for answer in first_answers]
-        depths = np.divide(reused_tokens, trial.lengths)
-        # The last token of an answer is not read.
-        decoded_tokens = sum(len(answer.ids) - 1 for answer in first_answers)
-        pairs = zip(first_answers, cold_answers, strict=True)
-        identical = sum(answer.ids == cold_answer.ids for answer, cold_answer in pairs)
+            cold_ids, cold_latency = [answer.ids for answer in answers], latency
+        saved = 1 - latency / cold_latency
+        reused = [answer.reused for answer in answers]
+        depth = np.divide(reused, lengths)
         rows.add_values(
             way,
             setting,
-            first=1e3 * median_seconds[:, 0],
-            latency=1e3 * median_seconds[:, 1],
-            saved=saved_shares[:, 1],
-            slowest=[1 - min(saved_shares[:, 1])],
-            answers=[identical],
-            depth=depths,
-            tokens=[sum(trial.lengths)],
-            reused=[sum(reused_tokens)],
-            read=[sum(positions) - sum(reused_tokens) - decoded_tokens],
-            positions=[sum(positions)],
-            spared=[sum(answer.positions for answer in cold_answers) - sum(positions)],
+            first=first,
+            latency=latency,
+            saved=saved,
+            depth=depth,
+            answers=[sum(answer.ids == ids for answer, ids in zip(answers, cold_ids, strict=True))],
+            tokens=[sum(lengths)],
+            reused=[sum(reused)],
+            read=[sum(answer.read for answer in answers)],
         )
-        alpha_first, alpha = (
-            interval(np.stack([depths, share], 1), slope) for share in saved_shares.T
-        )
-        rows.add_figures(way, setting, len(first_answers), alpha_first=alpha_first, alpha=alpha)
-        texts = [
-            trial.recycler.tokenizer.decode(answer.ids).removesuffix(END_OF_TEXT)
-            for answer in first_answers
-        ]
-        vectors[way] = trial.recycler.encoder(texts)
+        alpha = interval(np.stack([depth, saved], 1), slope)
+        rows.add_figures(way, setting, len(answers), alpha=alpha)
+        texts = [trial.recycler.tokenizer.decode(answer.ids) for answer in answers]
+        vectors[way] = trial.recycler.encoder([text.removesuffix(END_OF_TEXT) for text in texts])
     add_similarity(rows, vectors, setting)
-
-
-def add_short_answers(rows: Results, setting: dict) -> None:
-    """Append what reuse saves of answers of fewer tokens, by arithmetic: the first token as measured,
-    all further ones at the mean step of the cold run."""
-    for way in rows.ways_due(
-        ["published", "recycled"], "saved", **setting, tokens=SHORT_ANSWERS[0]
-    ):
-        asked = (way, "first"), ("cold", "first"), ("cold", "latency")
-        found = [rows.find(name, metric, **setting) for name, metric in asked]
-        rows.conditions = found[0]["conditions"]
-        first, cold_first, cold_latency = (np.array(row["values"]) for row in found)
-        step = (cold_latency - cold_first) / (NEW_TOKENS - 1)
-        for tokens in SHORT_ANSWERS:
-            saved = (cold_first - first) / (cold_first + (tokens - 1) * step)
-            rows.add_values(way, setting | {"tokens": tokens}, saved=saved)
 
 
 def add_similarity(rows: Results, vectors: dict[str, np.ndarray], setting: dict) -> None:
@@ -280,20 +240,14 @@ def size_of(args: argparse.Namespace) -> Size:
 
 def measure(rows: Results, trial: Trial, stored: Sequence[str], args: argparse.Namespace) -> None:
     """Measure every figure that has no row yet."""
-    size, setting = size_of(args), {"model": args.model, "store": "own"}
-    orders = [  # the source's comes first: nothing may be warm
-        (setting | {"order": "source"}, stored),
-        (setting | {"order": "interleaved"}, stored),
-        (setting | {"order": "interleaved", "store": "other"}, trial.unrelated_prompts(stored)),
-    ]
-    for order_setting, prompts in orders[1:2] if args.quick else orders:
-        if rows.ways_due(["cold"], "latency", **order_setting):
-            answers = trial.store_and_answer(prompts, order_setting["order"], size.turns)
-            add_answers(rows, trial, answers, order_setting)
-    if args.model == "355M" and not args.quick:  # whose answers all have as many tokens
-        add_short_answers(rows, setting | {"order": "source"})
+    size, model = size_of(args), {"model": args.model}
+    # The source's order comes first: nothing may be warm.
+    for order in ("interleaved",) if args.quick else ("source", "interleaved"):
+        setting = model | {"order": order}
+        if rows.ways_due(["cold"], "latency", **setting):
+            add_answers(rows, trial, trial.store_and_answer(stored, order, size.turns), setting)
     if has_chat_form(trial.recycler.tokenizer):
-        measure_chat(rows, trial.recycler, setting | {"order": "chat"}, size.chat_turns)
+        measure_chat(rows, trial.recycler, model | {"order": "chat"}, size.chat_turns)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -310,14 +264,14 @@ def main(argv: list[str] | None = None) -> None:
         form = prompt_form(args.model, tokenizer)
         recycler = Recycler(Store(model, args.out / "cache"), tokenizer, recorded_encoder(), form)
         size, config = size_of(args), model.config
+        prompt_lengths(recycler, tests, size.new_tokens)  # refuses prompts that are too long
         trial = Trial(recycler, tests, size.new_tokens)
-        is_the_source_s = "DialoGPT-medium" in args.model
         rows = open_results(
             "recycling",
             args,
             RECORDED_MODELS,
-            "" if is_the_source_s else None,
-            beyond=[latency, never_slower, no_overlap],
+            "" if "DialoGPT-medium" in args.model else None,
+            beyond=[latency, never_slower],
         )
         rows.set_model_conditions(
             name,
