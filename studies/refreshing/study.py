@@ -374,10 +374,10 @@ def add_cache_errors(texts: Texts, ways: Sequence[str], prompt_count: int) -> No
 
 def add_times(
     texts: Texts, ways: Sequence[str], prompt_count: int, turns: int
-) -> dict[str, list[RefreshedPair]]:
+) -> dict[str, RefreshedPair]:
     """Append the times of the ways that have none yet, and of the teacher's passes over k new tokens.
-    The ways take turns with OverFill, which keeps the rows that it has. Return the pairs that wrote,
-    by way."""
+    The ways take turns with OverFill, which keeps the rows that it has. Return the last pair that
+    wrote, by way."""
     rows, setting = texts.rows, texts.setting
     due = rows.ways_due(ways, "time", **setting)
     if not due:
@@ -405,9 +405,10 @@ def add_times(
             total=total_seconds,
             end_to_end=texts.new_tokens / total_seconds,
         )
-        pairs[way] = [pair for _, pair in timed_runs[way] if pair]
-        if way.startswith(("periodic", "speculative")):
-            for pair in pairs[way]:
+        for _, pair in timed_runs[way]:
+            if pair:
+                pairs[way] = pair
+            if way.startswith(("periodic", "speculative")):
                 for refresh in pair.refreshes:
                     read_ms.setdefault(refresh.tokens_read, []).append(1e3 * refresh.seconds)
     for tokens_read, ms in sorted(read_ms.items()):
@@ -415,7 +416,7 @@ def add_times(
     return pairs
 
 
-def add_predicted_times(texts: Texts, pairs: dict[str, list[RefreshedPair]]) -> None:
+def add_predicted_times(texts: Texts, pairs: dict[str, RefreshedPair]) -> None:
     """Append the time of every way by the source's cost model, in units of OverFill's, the
     prompt's prefill included: N / TPS + the sum of prefill(k_r), the student's decoding and the
     teacher's passes over k_r tokens each. prefill(k) is the line through the times of these passes.
@@ -425,12 +426,11 @@ def add_predicted_times(texts: Texts, pairs: dict[str, list[RefreshedPair]]) -> 
     rows, setting = texts.rows, texts.setting
     points = [point[:2] for point in points_over(rows, "teacher", "read_ms", "k", setting)]
     overfill_ms = 1e3 * rows.figure("none", "total", **setting).value
-    for way, ways_pairs in pairs.items():
-        for pair in ways_pairs[:1]:
-            lengths = [refresh.tokens_read for refresh in pair.refreshes]
-            prefill_ms = np.polyval(np.polyfit(*zip(*points, strict=True), 1), lengths)
-            predicted = 1 + prefill_ms.sum() / overfill_ms
-            rows.add_values(way, setting | {"by": "formula"}, time=[predicted])
+    line = np.polyfit(*zip(*points, strict=True), 1)
+    for way, pair in pairs.items():
+        prefill_ms = np.polyval(line, [refresh.tokens_read for refresh in pair.refreshes])
+        predicted = 1 + prefill_ms.sum() / overfill_ms
+        rows.add_values(way, setting | {"by": "formula"}, time=[predicted])
 
 
 # --- The study --------------------------------------------------------------------------------------
@@ -528,7 +528,7 @@ def measure(rows: Results, args: argparse.Namespace, students: Sequence[Student]
         if geometry_difference(*texts.models.values()):  # caches that can't be spliced
             ways, along = [way for way in ways if way not in PUBLISHED], ()
         add_quality(texts, ways, "sampled")
-        add_cache_errors(texts, along, min(size.prompts // 2, 12))
+        add_cache_errors(texts, along, min(size.prompts, 12))
         add_quality(texts, student.greedy, "greedy")
         if student.setting["trained"] == "dropout":
             add_signal_areas(texts)
