@@ -2,7 +2,7 @@
 refresh it.
 
 `python3 overfill.py` compares five ways to continue a text, in seconds; `write` shows one way at
-work. `python3 -m studies.refreshing` measures all of them on long texts, in two and a half hours.
+work. `python3 -m studies.refreshing` measures all of them on long texts, in two hours.
 
 A student's own keys and values differ a little from the teacher's, and the student's next tokens
 are computed from them. At a refresh the teacher reads the new text, and its entries replace the
@@ -211,8 +211,8 @@ def generate_refreshed(
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
     """Yield max_new_tokens tokens (B, 1) after the pair's prompts, each as soon as it is known: the
-    first from the teacher's own reading of the prompt, all others from the student, on a cache that
-    the policy has refreshed.
+    first from the teacher's own reading of the prompt (the source draws it from the student, on the
+    teacher's cache), all others from the student, on a cache that the policy has refreshed.
 
     Options and errors are those of gpt_kv_cache.generate().
     """
@@ -488,7 +488,7 @@ POLICIES = {
         {"H": float, "C": whole_number(0)},
         "if the student's next token has more than H bits, and at least C tokens (by default "
         f"{Gate.cooldown}) after the last refresh",
-        ("entropy~2.5", "entropy~7.8", "entropy~15.6"),
+        ("entropy~2.5", "entropy~7.8", "entropy:5.5:0", "entropy:6:0", "entropy:6.5:0"),
         optional=1,
     ),
     "probe": PolicyKind(

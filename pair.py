@@ -126,8 +126,8 @@ class Pair:
 
 def default_student(teacher: str) -> str:
     """Return the name of the student that a teacher has by default: pocket has a trained one, and
-    others their twin with weights of 4 bits, whose cache fits."""
-    return "pocket-student" if teacher == "pocket" else f"{teacher}:int4"
+    others their twin with weights of 5 bits, whose cache fits."""
+    return "pocket-student" if teacher == "pocket" else f"{teacher}:int5"
 
 
 def tokens_of(tokenizer: tiktoken.Encoding) -> list[bytes]:

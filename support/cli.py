@@ -331,8 +331,8 @@ OPTIONS = {
     },
     "--student": {
         "metavar": "NAME",
-        "help": "the model that decodes, or drafts; default: pocket-student for pocket, else NAME:int4, "
-        "the teacher's twin with weights of 4 bits",
+        "help": "the model that decodes, or drafts; default: pocket-student for pocket, else NAME:int5, "
+        "the teacher's twin with weights of 5 bits",
     },
     "--trace": {
         "type": output_file,

@@ -11,23 +11,19 @@ from torch import Tensor
 from formats.chat import FIXED_FORMS
 from gpt_kv_cache import GPT, KVCache, generate
 from load_gpt2_weights import load_tokenizer
-from overfill import POLICIES, Periodic, RefreshedPair
+from overfill import POLICIES, Periodic, Policy, RefreshedPair
 from pocket.evaluation import token_losses
 from studies.refreshing import study as refreshing
-from studies.refreshing.claims import ARITHMETIC
 from studies.refreshing.study import (
     Texts,
     add_cache_errors,
-    add_least_times,
     add_predicted_times,
     add_quality,
     add_times,
-    add_variational_identity,
     count_firings,
     refresh_as_published,
 )
 from studies.results import Results
-from support.statistics import entropy, kl
 from tests.helpers import LLAMA3, ROOT, refused, start, write_llama
 from tests.test_overfill import CONFIG, NARROW, model_of, prompts, run
 
@@ -49,7 +45,8 @@ def rows(tmp_path: Path) -> Results:
 
 def texts_of(rows: Results, teacher: GPT, student: GPT, ids: Tensor, n: int) -> Texts:
     models = {"teacher": teacher, "student": student}
-    return Texts(rows, models, {"valid": ids, "test": ids}, n, {"trained": "here"})
+    setting, tokenizer = {"trained": "here"}, load_tokenizer("pocket")
+    return Texts(rows, models, {"valid": ids, "test": ids}, n, setting, tokenizer=tokenizer)
 
 
 def test_firings_are_those_of_a_gate() -> None:
@@ -60,24 +57,32 @@ def test_firings_are_those_of_a_gate() -> None:
     assert count_firings(signals, 10.0, 1) == 0
 
 
-def test_rows_are_figures_of_what_is_written(rows, teacher, student) -> None:
-    ids = prompts(5)
+def test_rows_are_figures_of_what_is_written(rows, teacher, student, monkeypatch) -> None:
+    """By token, of the prompts after which OverFill's text has 4 tokens or more up to its end."""
+    monkeypatch.setattr(refreshing, "FIRST_REFRESH", 4)
+    ids, at = prompts(6), {"mode": "greedy", "trained": "here"}
     texts = texts_of(rows, teacher, student, ids, 20)
-    add_quality(texts, ["teacher", "periodic:4"], "greedy")
-    new, pair = run(teacher, student, ids, 20, Periodic(4))
-    at = {"mode": "greedy", "trained": "here"}
-    nats = (
-        sum(token_losses(teacher, text)[-20:].mean() for text in torch.cat([ids, new], 1).tolist())
-        / 5
-    )
-    metrics = ("perplexity", "refreshes", "reads", "passes")
-    perplexity, *counts = (rows.figure("periodic:4", name, **at).value for name in metrics)
-    assert perplexity == pytest.approx(math.exp(nats), rel=1e-4)
-    assert counts == [4, 16, 200] and pair.refresh_count.tolist() == [4] * 5
+    plain, _ = run(teacher, student, ids, 20, Policy())
+    texts.end_ids = (int(plain[0, 2]), int(plain[1, 9]))
+    add_quality(texts, ["none", "teacher", "periodic:4"], "greedy")
+    judged = [i for i, text in enumerate(plain.tolist()) if len(texts.until_end(text)) >= 4]
+    assert 1 in judged and 0 not in judged
+    new, _ = run(teacher, student, ids, 20, Periodic(4))
+    nats = []
+    for i in judged:
+        text = texts.until_end(new[i].tolist())
+        nats += token_losses(teacher, ids[i].tolist() + text)[-len(text) :].tolist()
+    figure = rows.figure("periodic:4", "perplexity", **at)
+    assert figure.value == pytest.approx(math.exp(sum(nats) / len(nats)), rel=1e-4)
+    assert len(figure.values) == len(judged)
+    assert rows.find("periodic:4", "refreshes", **at)["values"] == [4] * len(judged)
     assert rows.find("teacher", "refreshes", **at) is None
     written = len(rows.rows)
     add_quality(texts, ["teacher", "periodic:4"], "greedy")
     assert len(rows.rows) == written  # they are there
+    monkeypatch.setattr(refreshing, "FIRST_REFRESH", 21)
+    with pytest.raises(ValueError, match="at least 21 are needed"):
+        add_quality(texts, ["student"], "greedy")
 
 
 @pytest.mark.slow
@@ -97,7 +102,7 @@ def test_the_source_s_code_moves_every_entry_by_one_token(teacher) -> None:
     ids = prompts()
     pair = RefreshedPair(teacher, teacher, ids)
     same = torch.cat(list(refresh_as_published(pair, 20, 8, 0.0, None)), 1)
-    assert {*pair.refresh_count.tolist()} == {2} and {*pair.teacher_tokens.tolist()} == {16}
+    assert len(pair.teacher_cache) == 9 + 16  # two refreshes
     plain = torch.cat(list(generate(teacher, ids, 20)), 1)
     assert not torch.equal(same, plain)  # with a teacher for a student it should make no difference
     cache = KVCache()
@@ -120,44 +125,22 @@ def test_the_error_of_the_cache_falls_to_the_refreshed_part(rows, teacher, stude
 
 def test_times_stand_beside_those_that_the_cost_model_predicts(rows, teacher, student) -> None:
     texts = texts_of(rows, teacher, student, prompts(2), 20)
-    add_times(texts, ["teacher", "none", "periodic:4", "speculative:8"], 2, 2)
+    pairs = add_times(texts, ["teacher", "none", "periodic:4", "speculative:8"], 2, 2)
     at = texts.setting
     assert rows.figure("none", "time", **at).value == 1
     reads = [rows.find("teacher", "read_ms", **at, k=k)["n"] for k in (4, 8)]
-    assert reads == [2 * 4, 2 * 2] and rows.figure("periodic:4", "reads", **at).value == 16
+    assert reads == [2 * 4, 2 * 2]
     for k, ms in ((4, 10.0), (8, 20.0)):
         rows.add_figures("teacher", at | {"k": k}, 1, read_ms=[ms])
-    rows.add_figures("none", at, 1, first_ms=[50.0], tps=[20.0])
-    add_predicted_times(rows, 20, at)
+    rows.add_figures("none", at, 1, total=[1.0])
+    add_predicted_times(texts, pairs)
     found = [rows.figure(way, "time", **at, by="formula").value for way in ("periodic:4", "none")]
     assert found == [pytest.approx((1.0 + 4 * 0.01) / 1.0), 1.0]
-    before = [rows.find("none", name, **at) for name in ("time", "tps", "first_ms")]
+    before = [rows.find("none", name, **at) for name in ("time", "tps", "total")]
     # Measured later: OverFill's stay.
     add_times(texts, ["none", "periodic:4", "windowed:8:2"], 2, 2)
-    assert [rows.find("none", name, **at) for name in ("time", "tps", "first_ms")] == before
+    assert [rows.find("none", name, **at) for name in ("time", "tps", "total")] == before
     assert rows.figure("windowed:8:2", "time", **at).value > 0
-
-
-def test_by_the_source_s_own_speed_a_pass_for_every_burst_costs_an_eighth(rows) -> None:
-    at = {"model": "355M", "tokens": 260}
-    add_least_times(rows, at)
-    at["by"] = "source"
-    least_seconds = 8 / 28.51 + 1 / 28.21
-    assert rows.figure("speculative:8", "time", **at).value == pytest.approx(
-        least_seconds / (8 / 28.51)
-    )
-    assert 1.015 < rows.figure("periodic:64", "time", **at).value < 1.016
-
-
-def test_the_variational_lens_is_wrong_and_the_right_side_that_we_give_is_right(rows) -> None:
-    add_variational_identity(rows)
-    p, q = torch.tensor((0.7, 0.2, 0.1)), torch.tensor((0.2, 0.3, 0.5))
-    left, said, true = (
-        rows.figure(way, "nats", **ARITHMETIC).value for way in ("left", "said", "true")
-    )
-    assert left == pytest.approx(float(-(q * p.log()).sum()), abs=1e-4) == true
-    nats = entropy(p.log()) * math.log(2)  # from bits
-    assert said == pytest.approx(float(kl(p.log(), q.log()) - nats), abs=1e-4) != left
 
 
 # --- End to end -------------------------------------------------------------------------------------
@@ -170,14 +153,12 @@ def test_a_quick_run_gives_figures_and_no_verdict(
 ) -> None:
     """Of the pocket models, and of two Llamas as the source's are: three query heads for each of
     keys, widths pruned by 45%."""
-    dropout, words = refreshing.STUDENTS["dropout"], ""
-    ways = ["teacher", "student", "published:8"]
-    ways += [kind.studied[-1] for name, kind in POLICIES.items() if name != "dropout"]
+    first, *_, dropout = refreshing.STUDENTS
+    words = ""
+    ways = ["none", "teacher", "student", "published:8"]
+    ways += [kind.studied[-1] for name, kind in POLICIES.items() if name not in ("none", "dropout")]
     monkeypatch.setattr(refreshing, "PROMPT_LENGTH", 48)
-    monkeypatch.setattr(refreshing, "MODES", {"sampled": 1.0})
-    monkeypatch.setattr(refreshing, "USUAL_WAYS", ways)
-    students = {"segments": ("pocket-student", ways), "dropout": dropout}
-    monkeypatch.setattr(refreshing, "STUDENTS", students)
+    monkeypatch.setattr(refreshing, "STUDENTS", [replace(first, sampled=ways), dropout])
     if models == "pocket":
         ways = [*ways, "dropout:8~7.8"]
     else:
@@ -200,9 +181,10 @@ def test_questions_are_cut_and_stand_in_the_models_own_form(tmp_path: Path) -> N
 
     real_form("Llama 3", tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))
+    tokenizer.is_instruct = True
     questions = [f"Why is {word} so?" for word in ("a", "b c d e f g", "h", "i", "j")]
     (tmp_path / "q.csv").write_text("prompt\n" + "\n".join(questions))
-    made = refreshing.load_prompts("a folder", tokenizer, str(tmp_path / "q.csv"), 9, 99, True)
+    made = refreshing.load_prompts("a folder", tokenizer, str(tmp_path / "q.csv"), 9, 99)
     form = FIXED_FORMS["<|start_header_id|>"].question
     first = tokenizer.encode(form.format(questions[0]), allowed_special="all")
     assert made["valid"][0].tolist() == first  # the shortest is whole
@@ -214,11 +196,13 @@ def test_questions_are_cut_and_stand_in_the_models_own_form(tmp_path: Path) -> N
 def test_bad_input_gets_one_sentence(tmp_path: Path) -> None:
     few = tmp_path / "few.csv"
     few.write_text("prompt\na\nb\n")
-    for words, culprit in ((f"--prompts {few}", "2 prompts: at least 5"), ("--chat", "--prompts")):
-        refused(start(f"studies.refreshing {words} --out {tmp_path / 'out'}"), culprit)
+    refused(
+        start(f"studies.refreshing --prompts {few} --out {tmp_path / 'out'}"),
+        "2 prompts: at least 5",
+    )
 
 
-def test_simulated_variance_is_silent_where_passes_agree() -> None:
+def test_the_simulation_has_the_sources_means_and_fires_as_often() -> None:
     ran = start("studies.simulation")
     found = {line.split()[0]: line.split()[1:] for line in ran.out.splitlines() if line[:2] == "  "}
     assert found["confident"] == ["150", "0.0096", "0.0001", *["0.00"] * 4]  # means as the source's

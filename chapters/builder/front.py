@@ -23,8 +23,11 @@ times as fast as one by one |
 | [`speculate.py`](speculate.py) | lets a small model draft what a large one checks | exact | 1,000 tokens in \
 {{ figure("speculation", "exact:8", "passes", model="smollm2", mode="greedy") }} passes of the large model |
 | [`overfill.py`](overfill.py) | lets a large model read, and a small one write | approximate | \
-sampled texts: perplexity {{ figure("refreshing", "none", "perplexity", model="smollm2", trained="int4") }}; \
-the small model alone: {{ figure("refreshing", "student", "perplexity", model="smollm2", trained="int4") }} |
+SmolLM2 and its copy in 5 bits, perplexity of \
+{{ figure("refreshing", "none", "perplexity", model="smollm2", trained="int5").values | length }} sampled texts: \
+{{ figure("refreshing", "none", "perplexity", model="smollm2", trained="int5") }}; the copy alone: \
+{{ figure("refreshing", "student", "perplexity", model="smollm2", trained="int5") }}; SmolLM2 alone: \
+{{ figure("refreshing", "teacher", "perplexity", model="smollm2", trained="int5") }} |
 | [`projector.py`](projector.py) | guesses first tokens from a given, similar prompt | approximate | \
 KL(exact∥guess)={{ figure("projection", "written", "kl", on="given") }} nats \
 (n={{ rows("projection").find("written", "kl", on="given")["n"] }}); \
