@@ -255,12 +255,8 @@ def test_a_bare_run_compares_the_caches(capsys: pytest.CaptureFixture[str]) -> N
     lines = [
         line.rsplit(maxsplit=5) for line in capsys.readouterr().out.splitlines() if "%" in line
     ]
+    assert lines[0][1:3] == ["9,216", "4,608"]  # in single precision, and in half
     apart = {name.strip(): float(nats) for name, _, _, nats, *_ in lines}
-    assert all(
-        2 * float(half.replace(",", "")) == float(own.replace(",", ""))
-        for name, own, half, *_ in lines
-        if "full" in name
-    )
     assert apart["full"] == apart["full, preallocated"] == 0
     assert apart["2 bits"] > apart["4 bits"] > apart["8 bits"]
     refused(run(compress.main, "--tokens", 100_000), "--tokens 100000: the context of pocket holds")

@@ -401,7 +401,6 @@ def test_a_changed_text_is_valid_up_to_the_change(live_page: Any, model: GPT) ->
     kept = next(i for i in range(len(new)) if old[i] != new[i])
     live_page.fill("#edited", changed)
     assert f"{kept} stay valid and {len(old) - kept} don't." in live_page.text_content("#prefix")
-    assert live_page.locator("#prefix-cells .held").count() == kept
     live_page.click("#reread")
     wait_for(live_page, "prefix", "Kept")
     said = live_page.text_content("#prefix")
