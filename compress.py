@@ -443,6 +443,11 @@ def read_in_pieces(
     return torch.cat(logits, dim=1), milliseconds
 
 
+def own_and_half_bytes(cache: KVCache) -> tuple[int, int]:
+    """Return the bytes of a cache as it is, and of a copy in half precision."""
+    return cache.nbytes, cache.to(dtype=torch.bfloat16).nbytes
+
+
 def comparison_table(
     caches: Sequence[tuple[str, nn.Module, Callable[[int], KVCache]]], ids: Tensor
 ) -> str:
@@ -472,10 +477,11 @@ def comparison_table(
                 exact_logits = logits
             divergence = kl(exact_logits, logits).mean()
             agreement = (exact_logits.argmax(-1) == logits.argmax(-1)).float().mean()
-            bytes_per_token, median_ms = cache.nbytes / B / T, statistics.median(milliseconds)
-            figures = [f"{bytes_per_token:,.0f}", f"{divergence:.4f}", f"{agreement:.1%}"]
-            rows.append([name, *figures, f"{median_ms:.2f}"])
-    header = ["cache", "bytes a token", "KL to full, nats", "same next token", "ms a token"]
+            sizes = [f"{nbytes / B / T:,.0f}" for nbytes in own_and_half_bytes(cache)]
+            figures = [f"{divergence:.4f}", f"{agreement:.1%}"]
+            rows.append([name, *sizes, *figures, f"{statistics.median(milliseconds):.2f}"])
+    header = ["cache", "bytes a token", "in half precision"]
+    header += ["KL to full, nats", "same next token", "ms a token"]
     return table(header, rows)
 
 
@@ -515,6 +521,7 @@ def demo(model: nn.Module, rows: list[list[int]], where: str, study: str) -> Non
 
 Full attention is exact, wherever its memory comes from. Rounding approximates every
 old token; windows, sinks and small norms forget whole ones. KL is of the second half.
+Half precision halves every number but the codes, so rounding gains less there.
 The full study, with what each remembers: {study}""")
     if any(layers_note(way, model) for way in ways):
         print("Where a row names layers, the others keep their own caches.")
@@ -546,7 +553,8 @@ def write(
         else:
             texts[way] = [int(token) for token in tokens]
         # The last new token isn't read.
-        bytes_a_token[way] = cache.nbytes / (ids.size(1) + len(texts[way]) - 1)
+        n_read = ids.size(1) + len(texts[way]) - 1
+        bytes_a_token[way] = [nbytes / n_read for nbytes in own_and_half_bytes(cache)]
     written, exact = texts[args.cache], texts["full"]
     yardstick = "the model's own cache" if layer_kinds(model.config) else "full attention"
     if note := layers_note(args.cache, model):
@@ -555,8 +563,10 @@ def write(
         print(f"[exact: the text of {yardstick}]")
         return
     same = common_prefix_length(written, exact)
-    held, full = bytes_a_token[args.cache], bytes_a_token["full"]
-    print(f"[approximate, in {held:,.0f} bytes a token; {yardstick} has {full:,.0f}]")
+    held, held_in_half = bytes_a_token[args.cache]
+    full, full_in_half = bytes_a_token["full"]
+    print(f"[approximate, in {held:,.0f} bytes a token; {yardstick} has {full:,.0f}")
+    print(f" (in half precision {held_in_half:,.0f} and {full_in_half:,.0f})]")
     if held >= full:
         print("[so short a text is kept whole: nothing has been rounded or dropped yet]")
     elif written == exact:

@@ -1,6 +1,7 @@
-"""The texts in data/real, of several kinds, questions about the facts in six of them, and prompts; and files of pairs
-of similar prompts, such as data/capitals.csv."""
+"""The texts in data/real, invented ones of several kinds and excerpts of this repository; questions about the facts in
+six of them, and prompts; and files of pairs of similar prompts, such as data/capitals.csv."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -29,6 +30,12 @@ def read_texts() -> dict[str, str]:
     return {path.stem: read_text(path).strip() for path in sorted(FOLDER.glob("*.txt"))}
 
 
+def read_technical_texts() -> list[str]:
+    """Return twelve beginnings of sections and classes of this repository, as they were in November 2026: pages with
+    tables and listings, code, and diffs."""
+    return read_text(FOLDER / "technical.md").split("\n\n=====\n\n")
+
+
 def read_questions() -> dict[str, list[FactQuestion]]:
     """Return the questions about each text that has any, by its name."""
     questions: dict[str, list[FactQuestion]] = {}
@@ -44,9 +51,12 @@ def read_prompts_of_kind(kind: str) -> list[str]:
     return [row["prompt"] for row in rows if row["kind"] == kind]
 
 
-def rows_of_tokens(tokenizer: tiktoken.Encoding, length: int) -> list[list[int]]:
-    """Return the first `length` tokens of every text that has so many."""
-    texts = map(tokenizer.encode_ordinary, read_texts().values())
+def rows_of_tokens(
+    tokenizer: tiktoken.Encoding, length: int, texts: Iterable[str] | None = None
+) -> list[list[int]]:
+    """Return the first `length` tokens of every text that has so many, by default of the invented
+    ones in data/real."""
+    texts = map(tokenizer.encode_ordinary, read_texts().values() if texts is None else texts)
     return [ids[:length] for ids in texts if len(ids) >= length]
 
 

@@ -253,9 +253,10 @@ def test_what_cannot_be_is_refused(make: Callable, says: str) -> None:
 def test_a_bare_run_compares_the_caches(capsys: pytest.CaptureFixture[str]) -> None:
     compress.main(["--tokens", "128", "--device", "cpu"])
     lines = [
-        line.rsplit(maxsplit=4) for line in capsys.readouterr().out.splitlines() if "%" in line
+        line.rsplit(maxsplit=5) for line in capsys.readouterr().out.splitlines() if "%" in line
     ]
-    apart = {name.strip(): float(nats) for name, _, nats, *_ in lines}  # bytes, nats, same, ms
+    assert lines[0][1:3] == ["9,216", "4,608"]  # in single precision, and in half
+    apart = {name.strip(): float(nats) for name, _, _, nats, *_ in lines}
     assert apart["full"] == apart["full, preallocated"] == 0
     assert apart["2 bits"] > apart["4 bits"] > apart["8 bits"]
     refused(run(compress.main, "--tokens", 100_000), "--tokens 100000: the context of pocket holds")

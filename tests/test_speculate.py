@@ -24,7 +24,6 @@ from speculate import (
     probabilities,
     speculate,
 )
-from studies.refreshing.study import Texts
 from studies.results import Results
 from studies.speculation import study
 from tests.helpers import of_kind, run
@@ -191,15 +190,16 @@ def test_a_text_is_the_one_that_the_teacher_writes() -> None:
 def test_the_study_has_a_row_for_each_way_and_exact_texts_are_the_teachers(
     teacher, student, tmp_path: Path
 ) -> None:
-    models, counts = {"teacher": teacher, "student": student}, []
+    writer = study.Writer(teacher, student, prompts(2).split(1), 13)
+    setting, counts = {"mode": "greedy"}, []
     for _ in range(2):  # what is measured isn't measured again
         rows = Results("speculation", tmp_path)
-        study.compare_ways(Texts(rows, models, {"test": prompts(2)}, 13, {}), "greedy")
+        study.compare_ways(rows, writer, setting, study.POCKET_WAYS)
         counts.append(rows.path.read_text().count("\n"))
     assert counts[0] == counts[1]
-    for way in study.WAYS:
+    for way in study.POCKET_WAYS:
         exact = not way.startswith("speculative")
-        assert rows.figure(way, "same", mode="greedy").value == exact, way
+        assert rows.figure(way, "same", **setting).value == exact, way
     ways = ("teacher", "speculative:4", "exact:16")
-    passes = [rows.figure(way, "passes", mode="greedy").value for way in ways]
+    passes = [rows.figure(way, "passes", **setting).value for way in ways]
     assert passes[:2] == pytest.approx([1000 * 12 / 13, 1000 * 3 / 13]) and passes[2] <= passes[0]

@@ -24,7 +24,7 @@ from chapters.builder.blocks import (
     picture,
     transformers_table,
 )
-from chapters.builder.front import METHODS, demo, live_page
+from chapters.builder.front import LECTURES, METHODS, added, demo, line_count, live_page
 from chapters.builder.live import WEIGHTS
 from support.blocks import rendered
 from support.files import read_text
@@ -32,12 +32,18 @@ from support.files import read_text
 MARK = re.compile(r"<!-- (\{[{%].*?) -->(\n?)(.*?)(<!-- end -->|\Z)", re.DOTALL)
 
 
+def lectures() -> str:
+    """Return the front page's table of files, each with its lines."""
+    return rendered(LECTURES, FUNCTIONS)
+
+
 def methods() -> str:
     """Return the front page's table of methods, each with a figure."""
     return rendered(METHODS, FUNCTIONS)
 
 
-OWN = (code, demo, diff, listing, live_page, methods, output, transformers_table)
+OWN = (added, code, demo, diff, lectures, line_count, listing, live_page, methods, output)
+OWN += (transformers_table,)
 FUNCTIONS: dict[str, Callable[..., object]] = {
     **studies.pages.FUNCTIONS,
     **benchmarks.pages.FUNCTIONS,

@@ -1,8 +1,9 @@
-"""The front page's parts: its demo, its table of methods, and how to open the live page.
+"""The front page's parts: its demo, its tables of files and methods, and how to open the live page.
 
 `python3 gpt_kv_cache.py --compare > chapters/builder/demo.txt` records the demo anew.
 """
 
+import difflib
 import textwrap
 import tomllib
 
@@ -10,6 +11,21 @@ from chapters.builder.blocks import ROOT
 from support.files import read_text
 
 LIVE_PAGE = "chapters/live/index.html"
+LECTURES = """\
+| file | what it shows | lines | chapter |
+| --- | --- | --- | --- |
+| [`gpt_baseline.py`](gpt_baseline.py) | GPT-2, which computes the whole text at every step | \
+{{ line_count("gpt_baseline") }} | [1](chapters/01_gpt2/README.md) |
+| [`gpt_kv_cache.py`](gpt_kv_cache.py) | the same with a KV cache | \
+{{ added("gpt_baseline", "gpt_kv_cache") }} | [2](chapters/02_kv_cache/README.md) |
+| [`gpt_bounded_cache.py`](gpt_bounded_cache.py) | caches that don't grow: a sliding window, and the Bounded-Cache \
+Transformer (BCT) | {{ added("gpt_kv_cache", "gpt_bounded_cache") }} | [3](chapters/03_bounded/README.md), \
+[4](chapters/04_bct/README.md) |
+| [`llama_kv_cache.py`](llama_kv_cache.py) | today's models: SmolLM2, Llama 3 and Qwen3, with `--chat` | \
+{{ added("gpt_kv_cache", "llama_kv_cache") }} | \
+[11](chapters/11_today/README.md) |
+| [`hybrid_kv_cache.py`](hybrid_kv_cache.py) | layers that keep a window (Gemma 3), a latent or a state | \
+{{ line_count("hybrid_kv_cache") }} | [12](chapters/12_layers/README.md) |"""
 METHODS = """\
 | file | what it does | the text | one figure |
 | --- | --- | --- | --- |
@@ -20,8 +36,10 @@ asked about a stored text of 1,200 tokens: first token after \
 | [`paged.py`](paged.py) | writes many texts at once, in shared blocks of cache | exact | 16 texts: \
 {{ paged_gain(16) }} \
 times as fast as one by one |
-| [`speculate.py`](speculate.py) | lets a small model draft what a large one checks | exact | 1,000 tokens in \
-{{ figure("speculation", "exact:8", "passes", model="smollm2", mode="greedy") }} passes of the large model |
+| [`speculate.py`](speculate.py) | drafts several tokens, which the model checks in one pass | exact | \
+a text rewritten with drafts copied from it: 1,000 tokens in \
+{{ figure("speculation", "text:8", "passes", model="smollm2", mode="greedy", task="rewrite") }} passes and \
+{{ figure("speculation", "text:8", "taken", model="smollm2", mode="greedy", task="rewrite") }} of the time |
 | [`overfill.py`](overfill.py) | lets a large model read, and a small one write | approximate | \
 SmolLM2 and its copy in 5 bits, perplexity of \
 {{ figure("refreshing", "none", "perplexity", model="smollm2", trained="int5").values | length }} sampled texts: \
@@ -33,32 +51,46 @@ KL(exact∥guess)={{ figure("projection", "written", "kl", on="given") }} nats \
 (n={{ rows("projection").find("written", "kl", on="given")["n"] }}); \
 copying {{ figure("projection", "neighbour", "kl") }}; limit 0.05 |
 | [`compress.py`](compress.py) | stores the cache in 8, 4 or 2 bits, or drops tokens | approximate | 4 bits: \
-{{ figure("compression", "bits:4", "each", model="smollm2") }} bytes a token instead of \
-{{ figure("compression", "full", "each", model="smollm2") }}, \
-{{ figure("compression", "bits:4", "kl", model="smollm2") }} nats from the exact prediction |"""
+{{ figure("compression", "bits:4", "half", model="smollm2") }} of \
+{{ figure("compression", "full", "half", model="smollm2") }} bytes a token (half precision), \
+{{ figure("compression", "bits:4", "kl", model="smollm2") }} nats from the exact prediction on prose, \
+{{ figure("compression", "bits:4", "kl", model="smollm2", text="technical") }} on technical text |"""
+
+
+def line_count(name: str) -> str:
+    """Return how many lines a lecture file has."""
+    return f"{len(read_text(ROOT / f'{name}.py').splitlines())}"
+
+
+def added(old: str, new: str) -> str:
+    """Return how many lines a lecture file adds to an earlier one, and in how many hunks."""
+    lines = [read_text(ROOT / f"{name}.py").splitlines() for name in (old, new)]
+    codes = difflib.SequenceMatcher(None, *lines, autojunk=False).get_opcodes()
+    hunks = [end - start for tag, _, _, start, end in codes if tag != "equal"]
+    return f"{sum(hunks)} added, in {len(hunks)} hunks"
 
 
 def demo() -> str:
-    """Return the recorded output of the README's first command; the text that it writes is cut short."""
+    """Return the recorded output of the README's first command; the text that it writes is cut short, and the times in
+    all are left out."""
     recorded = read_text(ROOT / "chapters" / "builder" / "demo.txt")
     text, mark, measured = recorded.rstrip().partition("\n[prefill")
-    beginning = textwrap.shorten(text, 100, placeholder=" [...]")
-    return f"```text\n$ python3 gpt_kv_cache.py --compare\n{beginning}\n{mark}{measured}\n```"
+    beginning = textwrap.shorten(text, 60, placeholder=" [...]")
+    table, _, rest = measured.partition("\n\nIn all")
+    same = rest.partition("\n")[2]
+    return f"```text\n$ python3 gpt_kv_cache.py --compare\n{beginning}\n{mark}{table}\n{same}\n```"
 
 
 def live_page() -> str:
-    """Return how to open the live page, and its picture. Both lead to the address that pyproject.toml gives as `live`
-    in [project.urls], or, without one, to the file."""
+    """Return a picture that moves, and how to open the live page. Both lead to the address that pyproject.toml gives as
+    `live` in [project.urls], or, without one, to the file."""
     project = tomllib.loads(read_text(ROOT / "pyproject.toml")).get("project", {})
     address = project.get("urls", {}).get("live")
     if address:
         files = f"It also opens from these files: `{LIVE_PAGE}`."
     else:
-        files = (
-            "Download these files (on\nGitHub: Code, Download ZIP) and open "
-            f"`{LIVE_PAGE}` among them. It needs no server and no network."
-        )
+        files = f"Download\nthese files (Code, Download ZIP) and open `{LIVE_PAGE}`."
     page = address or LIVE_PAGE
-    picture = f"[![Milliseconds a token: rising without a cache, flat with one](chapters/live.png)]({page})"
+    picture = '<img src="chapters/front.svg" width="640" alt="With a KV cache each step computes the new token only">'
     link = f"Nothing to install: [the live page]({page}) runs the model in your browser."
-    return f"{link} {files}\n\n{picture}"
+    return f"[{picture}]({page})\n\n{link} {files}"

@@ -5,11 +5,9 @@ import shutil
 from chapters.builder.blocks import CHAPTERS
 from support.cli import CommandLine
 
-# Of each picture: the page's address, its size, what is there when it can be taken, and the part of
-# the page that it shows, with its margins; "": from the top.
+# Of each picture: the page's address, its size, and what is there when it can be taken.
 PICTURES = {
-    "side_by_side.png": ("side_by_side/gpt_kv_cache.html#3", (1560, 640), "tr.first", ""),
-    "live.png": ("live/index.html#begin", (1100, 1300), "#written:not(:empty)", "section"),
+    "side_by_side.png": ("side_by_side/gpt_kv_cache.html#3", (1560, 640), "tr.first"),
 }
 
 
@@ -26,15 +24,11 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError("pictures of pages need a Chromium")
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=there, args=["--no-sandbox"])
-            for name, (address, (width, height), there_then, part) in PICTURES.items():
+            for name, (address, (width, height), there_then) in PICTURES.items():
                 page = browser.new_page(viewport={"width": width, "height": height})
                 page.goto(f"{CHAPTERS.as_uri()}/{address}")
                 page.wait_for_selector(there_then, timeout=120_000)
-                shown = {"x": 0, "y": 0, "width": width, "height": height}
-                if part:
-                    box = page.locator(part).first.bounding_box()
-                    shown |= {"y": box["y"], "height": box["height"]}
-                page.screenshot(path=CHAPTERS / name, clip=shown)
+                page.screenshot(path=CHAPTERS / name)
                 print(f"written: {CHAPTERS.name}/{name}")
             browser.close()
 

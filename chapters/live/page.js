@@ -87,7 +87,7 @@ function chart(svg, title, unit, lines, marks = []) {
     drawn +=
       `<path class="${main ? "main" : ""}" d="${path}"/>` +
       text(
-        Math.min(right, Math.max(left + 90, x(last_x))),
+        Math.min(right, Math.max(left + 110, x(last_x))),
         Math.max(top - 4, y(highest) - 8),
         name,
         "end",
@@ -351,6 +351,7 @@ function show_look() {
   $("layers-panel").hidden = !pass || !pass.entries;
   const text = pass ? pass.text : look.ids;
   const texts = tokenizer.texts(pass && pass.token !== undefined ? [...text, pass.token] : text);
+  $("strongest").hidden = !pass || pass.failed;
   if (pass && !pass.failed) show_pass(pass, texts);
   else {
     const failed = t => pass && t >= pass.first && t < pass.end;
@@ -368,7 +369,6 @@ function show_look() {
         );
       }),
     );
-    $("most").textContent = "0%";
     draw_mask([], [], null, []);
     if (pass)
       say(
@@ -674,6 +674,7 @@ function verdict() {
 let held_ids = [];
 let held_text = "";
 let rereading = false;
+let stayed = 0; // tokens that the last reading didn't read; all of them once the text was changed
 
 function show_prefix() {
   const ids = tokenizer.encode($("edited").value);
@@ -684,9 +685,10 @@ function show_prefix() {
   $("restore").disabled = $("edited").value === held_text;
   $("prefix-cells").replaceChildren(
     ...tokenizer.texts(ids).map((token, t) => {
-      const label = t < kept ? "valid" : "to read";
+      const valid = t < (unchanged ? stayed : kept);
+      const label = valid ? "valid" : !unchanged ? "to read" : stayed > 0 ? "read again" : "read";
       return cell(
-        t < kept ? "held" : "new",
+        valid ? "held" : "new",
         label,
         token,
         0,
@@ -717,7 +719,7 @@ async function reread() {
     const text = $("edited").value;
     const ids = tokenizer.encode(text);
     const { kept, warm, cold } = await quick.ask("reread", ids);
-    [held_ids, held_text, rereading] = [ids, text, false];
+    [held_ids, held_text, rereading, stayed] = [ids, text, false, kept];
     show_prefix();
     if ($("edited").value !== text) return; // changed again meanwhile
     const next = `Next: ${JSON.stringify(tokenizer.texts([...ids, warm.token]).at(-1))}`;
@@ -829,7 +831,10 @@ function prepare() {
   $("small-stop").onclick = () => {
     small.stopped = true;
   };
-  $("edited").oninput = show_prefix;
+  $("edited").oninput = () => {
+    stayed = Infinity;
+    show_prefix();
+  };
   $("reread").onclick = reread;
   $("restore").onclick = () => {
     $("edited").value = held_text;
@@ -847,15 +852,14 @@ function prepare() {
 
 async function load() {
   try {
-    const started = performance.now();
     [slow, quick] = [new Machine(), new Machine()];
     await Promise.all([slow.ask("load", WEIGHTS), quick.ask("load", WEIGHTS)]);
-    say("loading", `Ready: loaded in ${grouped(performance.now() - started)} ms.`);
+    say("loading", "");
     for (const id of ["write", "again", "small-write", "reread"]) $(id).disabled = false;
     await look_again();
     await look_next();
+    await write(); // nobody has to press a button to see the difference
     await reread();
-    if (location.hash === "#begin") write(); // index.html#begin writes at once
   } catch (error) {
     complain("loading", error);
   }

@@ -1,5 +1,6 @@
 """The claims of two sources, of which KIVI is named where its claims are. study.py says what their metrics mean."""
 
+from compress import CACHES
 from studies.judging import Answer, Source, claim, for_each, metrics, question
 from studies.results import Results
 from studies.showing import Layout, columns
@@ -16,36 +17,21 @@ KIVI = Source(
 )
 SIZES = "SmolLM2 of 135 million parameters, a GPT-2 and a Llama of 3 million"
 COMMANDS = ("compression", "compression --model smollm2")
-METRICS = (
-    metrics("mean", kl=".4f", above="+.1%", facts=".0%")
-    | metrics("exact", each=",.0f")
-    | metrics("turns", ms=".2f")
+METRICS = metrics("mean", kl=".4f", above="+.1%", facts=".0%") | metrics(
+    "exact", each=",.0f", half=",.0f"
 )
-USUAL = {"model": "pocket"}
+USUAL = {"model": "pocket", "text": "prose"}
 EVERY = {"model": ["smollm2", "pocket", "pocket-llama"]}
 NO_LOSS, NO_FACTS_LOST = 0.03, 0.1  # ours: up to 3% of perplexity, and 10 points of recall
-NAMES = {
+NAMES = {way: kind.name for way, kind in CACHES.items()} | {
     "bits": "all tokens, in 8, 4, 2 bits",
     "window": "a window",
     "sinks": "4 sinks and a window",
     "norm": "keys of small norm",
     "chance": "by chance, with the first 4",
-    "full": "full attention, growing",
-    "preallocated": "full attention, preallocated",
-    "bits:8": "8 bits",
-    "bits:4": "4 bits",
-    "bits:2": "2 bits",
-    "bits:4+2": "keys in 4 bits, values in 2",
     "chance:half": "a half by chance, the first 4 among them",
     "swapped:2": "2 bits, keys per token, values per channel",
-    "window:half": "window of a half",
-    "window:quarter": "window of a quarter",
-    "sinks:quarter": "4 sinks and a window, a quarter in all",
-    "norm:half": "small norm, a half",
     "norm:skip": "small norm, a half from layer 3 on",
-    "norm:quarter": "small norm, a quarter",
-    "grouped": "grouped heads (pocket-llama)",
-    "bct": "BCT: 24 slots and 8 recent tokens",
 }
 
 
@@ -58,23 +44,7 @@ NAMES = {
     their_model="Llama-2, Falcon, Mistral (7B, 13B), groups of 32 (SmolLM2: a head, 64)",
 )
 def two_bits(results: Results) -> Answer:
-    def judge(there: Results) -> tuple:
-        above, facts = there.figure("bits:2", "above"), there.figure("bits:2", "facts")
-        full = there.figure("full", "facts")
-        return (
-            min(above.below(NO_LOSS), facts.change(full).within(NO_FACTS_LOST)),
-            f"2 bits change the perplexity of {there.place} by {above:±}",
-            f"{above:±}",
-            f"{there.figure('bits:4', 'above')}",
-            f"{facts} ({full} by full attention)",
-        )
-
-    answer, sentence, two, four, facts = for_each(results, "model", judge)
-    return (
-        answer,
-        sentence,
-        (f"2 bits raise perplexity by {two}. 4 bits by {four}. Early facts recalled: {facts}"),
-    )
+    return without_loss(results, "bits:2", "2 bits")
 
 
 @claim(
@@ -86,22 +56,7 @@ def two_bits(results: Results) -> Answer:
     partly=SIZES,
 )
 def axes(results: Results) -> Answer:
-    def judge(there: Results) -> tuple:
-        usual, swapped = there.figure("bits:2", "kl"), there.figure("swapped:2", "kl")
-        change = swapped.change(usual)
-        return (
-            change.above(0),
-            f"The other way round, the KL of {there.place} changes by {change:±} nats",
-            f"{usual:±}",
-            f"{swapped:±}",
-        )
-
-    answer, sentence, usual, swapped = for_each(results, "model", judge)
-    return (
-        answer,
-        sentence,
-        f"at 2 bits the KL to full attention is {usual}. The other way round {swapped}",
-    )
+    return more_divergence(results, "swapped:2", "bits:2", "The other way round")
 
 
 @claim(
@@ -117,80 +72,78 @@ def axes(results: Results) -> Answer:
     their_model="Llama, Gemma (up to 8B)",
 )
 def half_of_the_tokens(results: Results) -> Answer:
+    return without_loss(results, "norm:skip", "Half of the tokens")
+
+
+def without_loss(results: Results, way: str, words: str) -> Answer:
+    """Judge whether a way of the cache costs neither perplexity nor facts, in every model."""
+
     def judge(there: Results) -> tuple:
-        above, facts = there.figure("norm:skip", "above"), there.figure("norm:skip", "facts")
+        above, facts = there.figure(way, "above"), there.figure(way, "facts")
         full = there.figure("full", "facts")
         return (
             min(above.below(NO_LOSS), facts.change(full).within(NO_FACTS_LOST)),
-            f"Half of the tokens change the perplexity of {there.place} by {above:±}",
+            f"{words} change the perplexity of {there.place} by {above:±}",
             f"{above:±}",
-            f"{there.figure('norm:half', 'above')}",
-            f"{there.figure('window:half', 'above')}",
-            f"{facts:±}",
-            f"{full:±}",
+            f"{facts:±}, {full} by full attention",
         )
 
-    answer, sentence, *found = for_each(results, "model", judge)
-    skipping, everywhere, window, facts, full = found
+    answer, sentence, above, facts = for_each(results, "model", judge)
     return (
         answer,
         sentence,
-        f"half of the tokens, with the first two layers kept whole, raise perplexity by {skipping}. "
-        f"In all layers by {everywhere}. A window of as many by {window}. Early facts recalled: "
-        f"{facts}. By full attention {full}",
+        f"{words} change perplexity by {above}. Early facts recalled: {facts}",
     )
 
 
-@question(
-    "Are all tokens in 4 bits better than a quarter of the tokens?",
-)
+@question("Do all tokens in 4 bits predict better than half of the tokens, in fewer bytes?")
 def bits_or_tokens(results: Results) -> Answer:
     def judge(there: Results) -> tuple:
-        answers = []
-        for quarter in ("window:quarter", "sinks:quarter", "norm:quarter"):
-            answers.append(there.change("bits:4", quarter, "kl").below(0))
-            answers.append(there.change("bits:4", quarter, "facts").above(0))
-        kl = there.figure("bits:4", "kl")
+        halves = ("chance:half", "norm:half", "window:half")
+        kl, nbytes = there.figure("bits:4", "kl"), there.figure("bits:4", "half")
+        facts, by_chance = (there.figure(way, "facts") for way in ("bits:4", "chance:half"))
         return (
-            min(answers),
+            min(there.change("bits:4", half, "kl").below(0) for half in halves),
             f"All tokens in 4 bits have a KL of {kl:±} nats on {there.place}",
-            f"{kl:±} in {there.figure('bits:4', 'each')} bytes a token (a "
-            f"quarter in {there.figure('window:quarter', 'each')}: "
-            f"{there.figure('sinks:quarter', 'kl')} with sinks, {there.figure('window:quarter', 'kl')} "
-            f"with a window, {there.figure('norm:quarter', 'kl')} by small norm)",
+            f"{kl:±} in {nbytes} bytes a token (a half by chance, with the first 4: "
+            f"{there.figure('chance:half', 'kl'):±} in {there.figure('chance:half', 'half')}); facts "
+            f"recalled {facts:±} and {by_chance:±}",
         )
 
     answer, sentence, found = for_each(results, "model", judge)
-    return answer, sentence, f"all of them: KL {found}"
+    return answer, sentence, f"bytes are those of half precision. KL {found}"
 
 
-@question(
-    "Are tokens with short keys better to keep than random ones and the first 4?",
-)
+@question("Are tokens with short keys better to keep than random ones and the first 4?")
 def small_norms(results: Results) -> Answer:
+    return more_divergence(results, "chance:half", "norm:half", "By chance instead of small norms")
+
+
+def more_divergence(results: Results, way: str, other: str, words: str) -> Answer:
+    """Judge whether a way's KL is above another's, in every model."""
+
     def judge(there: Results) -> tuple:
-        norm, chance = there.figure("norm:half", "kl"), there.figure("chance:half", "kl")
-        change = norm.change(chance)
+        other_kl, kl = there.figure(other, "kl"), there.figure(way, "kl")
+        change = kl.change(other_kl)
         return (
-            change.below(0),
-            f"Small norms instead of chance change the KL of {there.place} by {change:±} nats",
-            f"{norm:±} by small norm, {chance:±} by chance",
+            change.above(0),
+            f"{words}, the KL of {there.place} changes by {change:±} nats",
+            f"{kl:±} instead of {other_kl:±}",
         )
 
     answer, sentence, found = for_each(results, "model", judge)
-    return answer, sentence, f"half of the tokens: KL {found}"
+    return answer, sentence, f"{words}, the KL to full attention is {found}"
 
 
+SHOWN = {"bytes a token": "half", "KL": "kl", "perplexity": "above", "facts": "facts"}
 TABLE = Layout(
-    "KL in nats to the same model with full attention; perplexity beyond that model's. "
-    "Facts are asked of whole texts. Grouped heads are pocket-llama with full attention: "
-    "their KL is to itself, their perplexity beside pocket's. Not tested: peak memory, "
-    "batches and throughput, which need kernels that read codes; passkeys of thousands of"
-    " tokens.",
+    "Bytes a token in half precision. KL in nats to the same model with full attention; perplexity "
+    "beyond that model's; both computed in single precision. Facts are asked of whole texts. "
+    "Not tested: peak memory, batches and throughput, "
+    "which need kernels that read codes; passkeys of thousands of tokens.",
     [
         "full",
         "preallocated",
-        "grouped",
         "bits.*",
         ".*:half",
         "norm:skip",
@@ -198,47 +151,19 @@ TABLE = Layout(
         "(?!swapped).*",
     ],
     [
-        *columns(
-            "SmolLM2",
-            {
-                "bytes a token": "each",
-                "KL": "kl",
-                "perplexity": "above",
-                "facts": "facts",
-            },
-            model="smollm2",
-        ),
-        *columns(
-            "pocket",
-            {
-                "bytes": "each",
-                "KL": "kl",
-                "perplexity": "above",
-                "facts": "facts",
-            },
-        ),
-        *columns("124M", {"ms a token": "ms"}, model="124M"),
+        *columns("SmolLM2", SHOWN, model="smollm2"),
+        *columns("pocket", SHOWN),
     ],
 )
-BY_BYTES = {
-    "at": {"model": "smollm2"},
-    "x": "each",
-    "xlabel": "bytes a token of a text of 512",
-    "legend": {"4 sinks and a window": "4 sinks and a window, a quarter"},
-}
 FIGURES = {
-    "kl_by_bytes": BY_BYTES
-    | {
+    "kl_by_bytes": {
         "title": "SmolLM2: bytes of a cache, and what they cost",
+        "at": {"model": "smollm2"},
+        "x": "half",
+        "xlabel": "bytes a token of a text of 512, in half precision",
         "y": "kl",
         "ylabel": "KL to full attention, nats",
-        "ways": ["norm:(?!skip).*", "(?!full|pre|swapped|norm:skip|grouped|bct).*"],
-    },
-    "facts_by_bytes": BY_BYTES
-    | {
-        "title": "SmolLM2: bytes of a cache, and facts of a text",
-        "y": "facts",
-        "ylabel": "share recalled",
-        "ways": ["full", "window.*", "(?!pre|swapped|norm:skip|grouped|bct).*"],
+        "ways": ["norm:(?!skip).*", "(?!full|pre|swapped|norm:skip).*"],
+        "legend": {"4 sinks and a window": "4 sinks and a window, a quarter"},
     },
 }
