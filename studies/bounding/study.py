@@ -39,7 +39,7 @@ from gpt_bounded_cache import KVCache, SlidingWindowCache, context_start
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import score_answers, token_losses, unseen_texts
-from studies.bounding.claims import bleu_from_scratch, our_rule, recall, text_quality
+from studies.bounding.claims import bleu_from_scratch, delta_rule, our_rule, recall, text_quality
 from studies.core import RECORDED_MODELS, run_study
 from studies.results import Results, Setting
 from support.printing import end_tokens_of
@@ -248,5 +248,5 @@ main = partial(
     "fewer and shorter texts",
     measure,
     recorded_models=RECORDED_MODELS,
-    beyond=[recall, our_rule, bleu_from_scratch, text_quality],
+    beyond=[recall, our_rule, delta_rule, bleu_from_scratch, text_quality],
 )

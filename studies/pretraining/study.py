@@ -24,7 +24,7 @@ from pocket.recipes import MEMORY, Phase, Recipe, steps_and_tokens
 from pocket.tokenizer import TOKENIZER, VOCABULARY
 from pocket.training import train
 from studies.bounding import study as bounding
-from studies.bounding.claims import bleu_fine_tuned, our_rule, recall, sinks
+from studies.bounding.claims import bleu_fine_tuned, delta_rule, our_rule, recall, sinks
 from studies.core import run_study
 from studies.recall.study import WideBCT
 from studies.results import Results
@@ -101,5 +101,5 @@ main = partial(
     "two steps",
     measure,
     rows_of="bounding",
-    beyond=[bleu_fine_tuned, recall, our_rule, sinks],
+    beyond=[bleu_fine_tuned, recall, our_rule, delta_rule, sinks],
 )
