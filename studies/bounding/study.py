@@ -24,7 +24,7 @@ Source: Yi et al. 2024 (BCT).
 
 import argparse
 from collections.abc import Collection
-from functools import partial
+from functools import cache, partial
 from itertools import count, pairwise
 from typing import Any, NamedTuple
 
@@ -67,23 +67,19 @@ QUICK = Size(documents=8, facts=8, explanations=4, long_texts=2, contexts=2)
 
 
 @torch.no_grad()
-def stream_losses(memory: Memory, ids: Tensor, chunk: int = 128) -> Tensor:
-    """Return the loss in nats (B, T - 1) of every token of ids (B, T) but the first. Texts may have
-    any length: they are read as generate() reads them."""
-    model, cache = memory.model, memory.make_cache(ids.size(1))
-    context = model.context  # a BCT's is unlimited
-    losses = []
-    context_begin = read_tokens = 0
-    while read_tokens < ids.size(1) - 1:
-        if read_tokens - context_begin == context:  # forget the oldest half, read the rest again
-            context_begin = context_start(read_tokens + 1, context)
-            cache.truncate(0)
-            model(ids[:, context_begin:read_tokens], cache, last_only=True)
-        end = min(read_tokens + chunk, ids.size(1) - 1, context_begin + context)
-        logits = model(ids[:, read_tokens:end], cache).float().transpose(1, 2)  # (B, V, T)
-        losses.append(F.cross_entropy(logits, ids[:, read_tokens + 1 : end + 1], reduction="none"))
-        read_tokens = end
-    return torch.cat(losses, dim=1)
+def stream_losses(memory: Memory, tokens: list[int]) -> Tensor:
+    """Return the loss in nats (T - 1,) of every token of a text but the first. The text may have any
+    length: it is read as generate() reads it, in contexts of which all but the first begin with half
+    of the one before."""
+    ids = torch.tensor([tokens], device=memory.wte.weight.device)  # (1, T)
+    losses, read = [], 0
+    while read < len(tokens) - 1:
+        start = context_start(read + 1, memory.model.context)
+        end = min(len(tokens) - 1, start + memory.model.context)  # a BCT's context is unlimited
+        logits = memory(ids[:, start:end])[0, read - start :].float()
+        losses.append(F.cross_entropy(logits, ids[0, read + 1 : end + 1], reduction="none"))
+        read = end
+    return torch.cat(losses)
 
 
 def perplexity_rise(nats_and_tokens: np.ndarray) -> np.ndarray:
@@ -170,14 +166,13 @@ def measure_long_texts(
         texts.append(text[:text_length])
     interval_ends = [0, *(n_ctx >> i for i in (4, 3, 2, 1)), *range(n_ctx, text_length, n_ctx)]
     for way, memory in memories.items():
-        mean_nats = stream_losses(memory, torch.tensor(texts)).mean(0)
+        mean_nats = torch.stack([stream_losses(memory, text) for text in texts]).mean(0)
         rows.add_figures(way, {}, len(texts), long=[mean_nats.mean().exp().item()])
         for start, end in pairwise(interval_ends):
             interval_perplexity = mean_nats[start:end].mean().exp().item()
             rows.add_figures(way, {"tokens": end}, len(texts), long=[interval_perplexity])
 
 
-@torch.no_grad()
 def measure_windows(rows: Results, name: str, model: nn.Module, quick: bool) -> None:
     """Append the perplexity of whole texts with full attention, and in windows with and without
     sinks; each token is seen within the window, however the text is divided into passes."""
@@ -192,26 +187,21 @@ def measure_windows(rows: Results, name: str, model: nn.Module, quick: bool) -> 
         model,
         f"{len(texts)} texts of {min(map(len, texts))} to {max(map(len, texts))} tokens",
     )
+
+    @cache
+    def nats_of(cache_class: type[KVCache], *sizes: int) -> list[float]:
+        memory = Memory("", model, lambda _: cache_class(*sizes), chunk_length=128)
+        return [float(stream_losses(memory, text).mean()) for text in texts]
+
     for width in widths:
         setting = {"model": name, "window": width}
         caches = {
-            "full": KVCache,
-            "window": partial(SlidingWindowCache, width),
-            "sinks": partial(SlidingWindowCache, width - SINKS, sinks=SINKS),
+            "full": (KVCache,),
+            "window": (SlidingWindowCache, width),
+            "sinks": (SlidingWindowCache, width - SINKS, SINKS),
         }
         for way in rows.ways_due(caches, "text", **setting):
-            recorded = rows.find("full", "text", model=name, window=widths[0])
-            if way == "full" and recorded:  # it doesn't depend on the width
-                rows.add_values(way, setting, text=recorded["values"])
-                continue
-            memory = Memory(way, model, lambda _, new_cache=caches[way]: new_cache())
-            nats = [float(stream_losses(memory, ids_of(text, model)).mean()) for text in texts]
-            rows.add_values(way, setting, text=nats)
-
-
-def ids_of(tokens: list[int], model: nn.Module) -> Tensor:
-    """Return a text as a model reads it (1, T)."""
-    return torch.tensor([tokens], device=model.wte.weight.device)
+            rows.add_values(way, setting, text=nats_of(*caches[way]))
 
 
 def measure(rows: Results, args: argparse.Namespace) -> None:

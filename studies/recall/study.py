@@ -12,14 +12,12 @@ learned   share of values recalled by one model, by number of pairs; its figure 
 steps     of the longest training, and rate, its learning rate
 right     share of values recalled, by slots and pairs; a value for each seed. In the setting
           steps=n, after so many steps, of the first seed
-half      the same, of all models with half as many slots as pairs
 bytes     of a text's cache
 
 Source: Yi et al. 2024 (BCT); Arora et al. 2023, "Zoology: Measuring and Improving Recall in
 Efficient Language Models" (the task); Yang et al. 2024, "Gated Delta Networks".
 """
 
-import itertools
 import math
 from functools import partial
 from typing import NamedTuple
@@ -47,15 +45,14 @@ POSITIONS_PER_STEP = 1024  # in all texts of a step
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)  # AdamW's learning rates
 WARMUP_STEPS = 50  # of a rate's linear rise
 GEOMETRY = {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_inner": 64}
-WAYS = ("ours", "sum", "sum-mk", "delta", "window")  # sum-mk: the source's sum, read through MK
+WAYS = ("full", "ours", "sum", "sum-mk", "delta", "window")  # sum-mk: the sum, read through MK
 
 
 class Size(NamedTuple):
     """What models are trained, and how many answers they are asked for."""
 
     pairs: tuple[int, ...] = (4, 8, 16, 32, 64, 128, 256)
-    slots: tuple[int, ...] = (16, 64)
-    seeds: int = 3
+    sizes: tuple[tuple[int, int], ...] = ((16, 4), (64, 1))  # slots of a head, and models
     steps: int = 800  # of the shortest training
     least_gain: float = 0.01  # of recall, for which the steps are doubled again
     answers: int = 2048  # for each number of pairs, at least
@@ -65,7 +62,7 @@ class Size(NamedTuple):
         return max(self.pairs) + min(MAX_ASKED, max(self.pairs))
 
 
-QUICK = Size(pairs=(8, 32), slots=(16,), seeds=1, steps=20, least_gain=1.0, answers=256)
+QUICK = Size(pairs=(8, 32), sizes=((16, 1),), steps=20, least_gain=1.0, answers=256)
 
 
 # --- The task ---------------------------------------------------------------------------------------
@@ -134,24 +131,17 @@ class RecallingHybrid(Recaller, Hybrid):
     """A model with other layers, for these texts."""
 
 
-def states_of_equal_bytes(config: BCTConfig) -> HybridConfig:
-    """Return the geometry of a model whose layers have states, and the last input of a convolution
-    over two tokens: the largest heads with at most the bytes of a BCT's slots."""
-    numbers = 2 * config.head_dim * config.slots  # of a head
-    size = max(D for D in range(2, numbers, 2) if numbers >= D * D + 3 * D)
-    geometry = GEOMETRY | {"vocab_size": config.vocab_size, "n_ctx": config.n_ctx}
-    kinds = ("state",) * config.n_layer
-    return HybridConfig(**geometry, n_kv_head=config.n_head, head_dim=size, kinds=kinds, conv=2)
-
-
 def build_model(way: str, slots: int, seed: int, positions: int) -> Recaller:
     """Return a new model for a way; the same seed always gives the same model."""
     torch.manual_seed(seed)
     geometry = GEOMETRY | {"vocab_size": KEYS + VALUES + 1, "n_ctx": positions}
-    options = {"rule": "mean"} if way == "ours" else {"rule": "sum", "read_by_mk": way == "sum-mk"}
-    config = BCTConfig(**geometry, slots=slots, recent=0, **options)
-    if way == "delta":
-        return RecallingHybrid(states_of_equal_bytes(config))
+    rule = "mean" if way == "ours" else "sum"
+    config = BCTConfig(**geometry, slots=slots, recent=0, rule=rule, read_by_mk=way == "sum-mk")
+    if way == "delta":  # the largest states that, with a convolution's inputs, fit into the slots
+        numbers = 2 * config.head_dim * slots
+        size = max(D for D in range(2, numbers, 2) if numbers >= D * D + 3 * D)
+        heads = {"n_kv_head": config.n_head, "head_dim": size, "conv": 2}
+        return RecallingHybrid(HybridConfig(**geometry, **heads, kinds=("state", "state")))
     if way not in ("full", "window"):
         return RecallingBCT(config)
     model = RecallingGPT(GPTConfig(**geometry))
@@ -217,10 +207,11 @@ def learned(rows: Results, way: str, size: Size, **setting: float) -> dict[int, 
     return dict(zip(size.pairs, rows.find(way, "learned", **setting)["values"], strict=True))
 
 
-def measure_recall(rows: Results, way: str, slots: int, size: Size) -> None:
+def measure_recall(rows: Results, way: str, slots: int, seeds: int, size: Size) -> None:
     """Train models of a way with this many slots until that helps no more; append their recall."""
     learn = partial(learned, rows, way, size)
-    first, pairs = size.slots[0], 2 * slots
+    (first, _), *_ = size.sizes
+    pairs = 2 * slots
 
     def after_shortest(rate: float) -> float:
         return learn(slots=first, rate=rate, steps=size.steps, seed=0)[2 * first]
@@ -236,7 +227,7 @@ def measure_recall(rows: Results, way: str, slots: int, size: Size) -> None:
         steps *= 2
     for steps, recall in curve.items():
         rows.add_values(way, {"slots": slots, "pairs": pairs, "steps": steps}, right=[recall])
-    models = [learn(slots=slots, rate=rate, steps=steps, seed=seed) for seed in range(size.seeds)]
+    models = [learn(slots=slots, rate=rate, steps=steps, seed=seed) for seed in range(seeds)]
     model = build_model(way, slots, 0, size.positions)
     for pairs in size.pairs:
         nbytes, right = recall_of(model, pairs, 1)[1], [recalls[pairs] for recalls in models]
@@ -245,23 +236,18 @@ def measure_recall(rows: Results, way: str, slots: int, size: Size) -> None:
 
 
 def measure(rows: Results, quick: bool) -> None:
-    """Append what is missing: full attention, each way at each number of slots, and the recall of
-    all of a way's models, with half as many slots as pairs."""
+    """Append what is missing of each way, at each number of slots."""
     size, rows = QUICK if quick else Size(), rows.at(**LOOKING_UP)
-    first, *_ = size.slots
-    rows.set_model_conditions(
-        "two layers of GPT-2, trained from scratch to look up keys",
-        build_model("full", 1, 0, size.positions),
-        f"steps of {POSITIONS_PER_STEP:,} positions, from {size.steps} on doubled until recall gains "
-        f"less than {size.least_gain:.0%}; the learning rate that is best after the first, with "
-        f"{first} slots; seeds: {size.seeds}",
-    )
-    for slots, ways in [(first, ["full"]), *((slots, WAYS) for slots in size.slots)]:
+    for slots, seeds in size.sizes:
+        rows.set_model_conditions(
+            "two layers of GPT-2, trained from scratch to look up keys",
+            build_model("full", 1, 0, size.positions),
+            f"steps of {POSITIONS_PER_STEP:,} positions, from {size.steps} on doubled until recall "
+            f"gains less than {size.least_gain:.0%}; the best learning rate; seeds: {seeds}",
+        )
+        ways = WAYS if slots == size.sizes[0][0] else WAYS[1:]  # full attention has no slots
         for way in rows.ways_due(ways, "steps", slots=slots):
-            measure_recall(rows, way, slots, size)
-    for way in rows.ways_due(WAYS, "half"):
-        found = [rows.find(way, "right", slots=n, pairs=2 * n)["values"] for n in size.slots]
-        rows.add_values(way, {}, half=itertools.chain(*found))
+            measure_recall(rows, way, slots, seeds, size)
 
 
 main = partial(
