@@ -5,19 +5,20 @@ text is a list of key-value pairs; then some of its keys are asked for. Models o
 the task from their first step on with full attention, with the source's sum rule read in two ways,
 with our rule, with a window, and with the delta rule: a state of hybrid_kv_cache.py in each layer.
 All but the first have as many bytes. Each way has the learning rate that is better than the next
-lower and the next higher of RATES after the shortest training. Then the steps are doubled until the
-model recalls less than a point more, of twice as many keys as it has slots.
+lower and the next higher of RATES after twice the shortest training. The steps are doubled until the
+model recalls less than a point more of 32 keys.
 
 learned   share of values recalled by one model, by number of pairs; its figure is their mean
 steps     of the longest training, and rate, its learning rate
-right     share of values recalled, by slots and pairs; a value for each seed. In the setting
-          steps=n, after so many steps, of the first seed
+right     share of values recalled, by pairs; a value for each seed. In the setting steps=n, after
+          so many steps, of the first seed
 bytes     of a text's cache
 
 Source: Yi et al. 2024 (BCT); Arora et al. 2023, "Zoology: Measuring and Improving Recall in
 Efficient Language Models" (the task); Yang et al. 2024, "Gated Delta Networks".
 """
 
+import itertools
 import math
 from functools import partial
 from typing import NamedTuple
@@ -44,6 +45,7 @@ MAX_ASKED = 64  # keys that are asked for at the end of a text, at most
 POSITIONS_PER_STEP = 1024  # in all texts of a step
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)  # AdamW's learning rates
 WARMUP_STEPS = 50  # of a rate's linear rise
+SLOTS, PAIRS = 16, 32  # of a head; and the pairs whose recall decides how a model is trained
 GEOMETRY = {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_inner": 64}
 WAYS = ("full", "ours", "sum", "sum-mk", "delta", "window")  # sum-mk: the sum, read through MK
 
@@ -52,7 +54,7 @@ class Size(NamedTuple):
     """What models are trained, and how many answers they are asked for."""
 
     pairs: tuple[int, ...] = (4, 8, 16, 32, 64, 128, 256)
-    sizes: tuple[tuple[int, int], ...] = ((16, 4), (64, 1))  # slots of a head, and models
+    models: int = 4  # of each way, with another seed each
     steps: int = 800  # of the shortest training
     least_gain: float = 0.01  # of recall, for which the steps are doubled again
     answers: int = 2048  # for each number of pairs, at least
@@ -62,7 +64,7 @@ class Size(NamedTuple):
         return max(self.pairs) + min(MAX_ASKED, max(self.pairs))
 
 
-QUICK = Size(pairs=(8, 32), sizes=((16, 1),), steps=20, least_gain=1.0, answers=256)
+QUICK = Size(pairs=(8, 32), models=1, steps=20, least_gain=1.0, answers=256)
 
 
 # --- The task ---------------------------------------------------------------------------------------
@@ -150,13 +152,13 @@ def build_model(way: str, slots: int, seed: int, positions: int) -> Recaller:
     return model
 
 
-def train_model(way: str, slots: int, steps: int, rate: float, seed: int, size: Size) -> Recaller:
+def train_model(way: str, steps: int, rate: float, seed: int, size: Size) -> Recaller:
     """Return a trained model.
 
     All texts of a step have the same number of pairs, drawn at random up to a limit that rises to
     the largest in the first 60% of the steps. Every way reads the same texts for this seed.
     """
-    model = build_model(way, slots, seed, size.positions)
+    model = build_model(way, SLOTS, seed, size.positions)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True
     )
@@ -198,8 +200,8 @@ def recall_of(model: Recaller, pairs: int, min_answers: int) -> tuple[float, flo
 
 
 def learned(rows: Results, way: str, size: Size, **setting: float) -> dict[int, float]:
-    """Return the shares that a model of this setting (slots, rate, steps, seed) recalls, by number
-    of pairs. It is trained if it has no row."""
+    """Return the shares that a model of this setting (rate, steps, seed) recalls, by number of pairs.
+    It is trained if it has no row."""
     if rows.find(way, "learned", **setting) is None:
         model = train_model(way, size=size, **setting)
         recalls = [recall_of(model, pairs, size.answers)[0] for pairs in size.pairs]
@@ -207,47 +209,44 @@ def learned(rows: Results, way: str, size: Size, **setting: float) -> dict[int, 
     return dict(zip(size.pairs, rows.find(way, "learned", **setting)["values"], strict=True))
 
 
-def measure_recall(rows: Results, way: str, slots: int, seeds: int, size: Size) -> None:
-    """Train models of a way with this many slots until that helps no more; append their recall."""
-    learn = partial(learned, rows, way, size)
-    (first, _), *_ = size.sizes
-    pairs = 2 * slots
+def measure_recall(rows: Results, way: str, size: Size) -> None:
+    """Train models of a way until that helps no more, and append their recall."""
 
-    def after_shortest(rate: float) -> float:
-        return learn(slots=first, rate=rate, steps=size.steps, seed=0)[2 * first]
+    def first_model(steps: int, rate: float) -> float:
+        return learned(rows, way, size, steps=steps, rate=rate, seed=0)[PAIRS]
 
     rate, better = 0.0, RATES[2]
     while better != rate:
         rate, place = better, RATES.index(better)
-        better = max(RATES[max(0, place - 1) : place + 2], key=after_shortest)
-    steps, curve, gain = size.steps, {}, math.inf  # the curve: recall by steps
-    while gain >= size.least_gain:
-        curve[steps] = learn(slots=slots, rate=rate, steps=steps, seed=0)[pairs]
-        gain = curve[steps] - curve.get(steps // 2, -math.inf)
-        steps *= 2
-    for steps, recall in curve.items():
-        rows.add_values(way, {"slots": slots, "pairs": pairs, "steps": steps}, right=[recall])
-    models = [learn(slots=slots, rate=rate, steps=steps, seed=seed) for seed in range(seeds)]
-    model = build_model(way, slots, 0, size.positions)
+        better = max(RATES[max(0, place - 1) : place + 2], key=partial(first_model, 2 * size.steps))
+    recall = 0.0
+    for doublings in itertools.count():
+        steps = size.steps << doublings
+        before, recall = recall, first_model(steps, rate)
+        if rows.ways_due([way], "right", steps=steps):
+            rows.add_values(way, {"steps": steps}, right=[recall])
+        if recall - before < size.least_gain:
+            break
+    models = [learned(rows, way, size, steps=steps, rate=rate, seed=n) for n in range(size.models)]
     for pairs in size.pairs:
-        nbytes, right = recall_of(model, pairs, 1)[1], [recalls[pairs] for recalls in models]
-        rows.add_values(way, {"slots": slots, "pairs": pairs}, bytes=[nbytes], right=right)
-    rows.add_values(way, {"slots": slots}, rate=[rate], steps=[steps])
+        nbytes = recall_of(build_model(way, SLOTS, 0, size.positions), pairs, 1)[1]
+        right = [recalls[pairs] for recalls in models]
+        rows.add_values(way, {"pairs": pairs}, bytes=[nbytes], right=right)
+    rows.add_values(way, {}, rate=[rate], steps=[steps])
 
 
 def measure(rows: Results, quick: bool) -> None:
-    """Append what is missing of each way, at each number of slots."""
+    """Append what is missing of each way."""
     size, rows = QUICK if quick else Size(), rows.at(**LOOKING_UP)
-    for slots, seeds in size.sizes:
-        rows.set_model_conditions(
-            "two layers of GPT-2, trained from scratch to look up keys",
-            build_model("full", 1, 0, size.positions),
-            f"steps of {POSITIONS_PER_STEP:,} positions, from {size.steps} on doubled until recall "
-            f"gains less than {size.least_gain:.0%}; the best learning rate; seeds: {seeds}",
-        )
-        ways = WAYS if slots == size.sizes[0][0] else WAYS[1:]  # full attention has no slots
-        for way in rows.ways_due(ways, "steps", slots=slots):
-            measure_recall(rows, way, slots, seeds, size)
+    rows.set_model_conditions(
+        "two layers of GPT-2, trained from scratch to look up keys",
+        build_model("full", SLOTS, 0, size.positions),
+        f"steps of {POSITIONS_PER_STEP:,} positions, from {size.steps} on doubled until recall gains "
+        f"less than {size.least_gain:.0%}; the learning rate that is best after {2 * size.steps:,}; "
+        f"seeds: {size.models}",
+    )
+    for way in rows.ways_due(WAYS, "steps"):
+        measure_recall(rows, way, size)
 
 
 main = partial(
