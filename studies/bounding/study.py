@@ -23,7 +23,6 @@ Source: Yi et al. 2024 (BCT).
 """
 
 import argparse
-from collections.abc import Collection
 from functools import cache, partial
 from itertools import count, pairwise
 from typing import Any, NamedTuple
@@ -112,16 +111,18 @@ def measure_quality(
     rows: Results,
     setting: Setting,
     memories: dict[str, Memory],
-    due: Collection[str],
     tokenizer: Any,
     size: Size,
 ) -> None:
-    """Append the figures of the memories that are due, on held-out texts. The first memory is full
+    """Append the missing figures of the memories, on held-out texts. The first memory is full
     attention, with which the others are compared."""
     documents = corpus.documents("test", size.documents)
     token_ids = [[*tokenizer.encode_ordinary(d.text), tokenizer.eot_token] for d in documents]
     explanation_questions = corpus.explain_questions("test", size.explanations)
     recall_questions = corpus.recall_questions("test", size.facts)
+    due = rows.ways_due(memories, "facts", **setting)
+    if not due:
+        return
     reference, *_ = memories
     for way in dict.fromkeys([reference, *due]):
         memory = memories[way]
@@ -165,7 +166,8 @@ def measure_long_texts(
             text += [*tokenizer.encode_ordinary(document.text), tokenizer.eot_token]
         texts.append(text[:text_length])
     interval_ends = [0, *(n_ctx >> i for i in (4, 3, 2, 1)), *range(n_ctx, text_length, n_ctx)]
-    for way, memory in memories.items():
+    for way in rows.ways_due(memories, "long"):
+        memory = memories[way]
         mean_nats = torch.stack([stream_losses(memory, text) for text in texts]).mean(0)
         rows.add_figures(way, {}, len(texts), long=[mean_nats.mean().exp().item()])
         for start, end in pairwise(interval_ends):
@@ -215,9 +217,6 @@ def measure(rows: Results, args: argparse.Namespace) -> None:
 def measure_memories(rows: Results, quick: bool) -> None:
     """Append the figures of pocket's memories."""
     size = QUICK if quick else Size()
-    due = rows.ways_due(["full", "window", "sinks", "ours"], "long")
-    if not due:
-        return
     memories, tokenizer = memories_of("pocket"), load_tokenizer("pocket")
     bct = memories["ours"].config
     rows.set_model_conditions(
@@ -227,8 +226,8 @@ def measure_memories(rows: Results, quick: bool) -> None:
         "full attention is pocket as it is, where that fine-tuning would begin at a loss of 0",
         f"{size.documents} held-out documents, {size.explanations} explanations",
     )
-    measure_quality(rows, {}, memories, due, tokenizer, size)
-    measure_long_texts(rows, {way: memories[way] for way in due}, tokenizer, size)
+    measure_quality(rows, {}, memories, tokenizer, size)
+    measure_long_texts(rows, memories, tokenizer, size)
 
 
 main = partial(
