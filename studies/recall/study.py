@@ -4,15 +4,15 @@
 text is a list of key-value pairs; then some of its keys are asked for. Models of two layers learn
 the task from their first step on with full attention, with the source's sum rule read in two ways,
 with our rule, with a window, and with the delta rule: a state of hybrid_kv_cache.py in each layer.
-All but the first have as many bytes. Each way has the learning rate that is better than the next
-lower and the next higher of RATES after twice the shortest training. The steps are doubled until the
-model recalls less than a point more of 32 keys.
+All but the first have as many bytes. Each way has the learning rate of RATES that is best after twice
+the shortest training. The steps are doubled until the model recalls less than a point more of 32
+keys.
 
 learned   share of values recalled by one model, by number of pairs; its figure is their mean
 steps     of the longest training, and rate, its learning rate
 right     share of values recalled, by pairs; a value for each seed. In the setting steps=n, after
           so many steps, of the first seed
-bytes     of a text's cache
+bytes     of the cache of a text of 32 pairs
 
 Source: Yi et al. 2024 (BCT); Arora et al. 2023, "Zoology: Measuring and Improving Recall in
 Efficient Language Models" (the task); Yang et al. 2024, "Gated Delta Networks".
@@ -43,10 +43,10 @@ from studies.results import Results
 KEYS, VALUES = 512, 64  # of the vocabulary
 MAX_ASKED = 64  # keys that are asked for at the end of a text, at most
 POSITIONS_PER_STEP = 1024  # in all texts of a step
-RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)  # AdamW's learning rates
-WARMUP_STEPS = 50  # of a rate's linear rise
+RATES, WARMUP_STEPS = (1e-3, 3e-3, 1e-2, 3e-2), 50  # AdamW's, and steps of their linear rise
 SLOTS, PAIRS = 16, 32  # of a head; and the pairs whose recall decides how a model is trained
-GEOMETRY = {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_inner": 64}
+GEOMETRY = {"vocab_size": KEYS + VALUES + 1, "n_ctx": 320, "n_layer": 2}
+GEOMETRY |= {"n_head": 2, "n_embd": 64, "n_inner": 64}
 WAYS = ("full", "ours", "sum", "sum-mk", "delta", "window")  # sum-mk: the sum, read through MK
 
 
@@ -58,10 +58,6 @@ class Size(NamedTuple):
     steps: int = 800  # of the shortest training
     least_gain: float = 0.01  # of recall, for which the steps are doubled again
     answers: int = 2048  # for each number of pairs, at least
-
-    @property
-    def positions(self) -> int:
-        return max(self.pairs) + min(MAX_ASKED, max(self.pairs))
 
 
 QUICK = Size(pairs=(8, 32), models=1, steps=20, least_gain=1.0, answers=256)
@@ -133,20 +129,19 @@ class RecallingHybrid(Recaller, Hybrid):
     """A model with other layers, for these texts."""
 
 
-def build_model(way: str, slots: int, seed: int, positions: int) -> Recaller:
+def build_model(way: str, slots: int, seed: int) -> Recaller:
     """Return a new model for a way; the same seed always gives the same model."""
     torch.manual_seed(seed)
-    geometry = GEOMETRY | {"vocab_size": KEYS + VALUES + 1, "n_ctx": positions}
     rule = "mean" if way == "ours" else "sum"
-    config = BCTConfig(**geometry, slots=slots, recent=0, rule=rule, read_by_mk=way == "sum-mk")
+    config = BCTConfig(**GEOMETRY, slots=slots, recent=0, rule=rule, read_by_mk=way == "sum-mk")
     if way == "delta":  # the largest states that, with a convolution's inputs, fit into the slots
         numbers = 2 * config.head_dim * slots
         size = max(D for D in range(2, numbers, 2) if numbers >= D * D + 3 * D)
         heads = {"n_kv_head": config.n_head, "head_dim": size, "conv": 2}
-        return RecallingHybrid(HybridConfig(**geometry, **heads, kinds=("state", "state")))
+        return RecallingHybrid(HybridConfig(**GEOMETRY, **heads, kinds=("state", "state")))
     if way not in ("full", "window"):
         return RecallingBCT(config)
-    model = RecallingGPT(GPTConfig(**geometry))
+    model = RecallingGPT(GPTConfig(**GEOMETRY))
     if way == "window":
         model.new_cache = partial(SlidingWindowCache, window_of_equal_bytes(config))
     return model
@@ -158,7 +153,7 @@ def train_model(way: str, steps: int, rate: float, seed: int, size: Size) -> Rec
     All texts of a step have the same number of pairs, drawn at random up to a limit that rises to
     the largest in the first 60% of the steps. Every way reads the same texts for this seed.
     """
-    model = build_model(way, SLOTS, seed, size.positions)
+    model = build_model(way, SLOTS, seed)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True
     )
@@ -215,11 +210,7 @@ def measure_recall(rows: Results, way: str, size: Size) -> None:
     def first_model(steps: int, rate: float) -> float:
         return learned(rows, way, size, steps=steps, rate=rate, seed=0)[PAIRS]
 
-    rate, better = 0.0, RATES[2]
-    while better != rate:
-        rate, place = better, RATES.index(better)
-        better = max(RATES[max(0, place - 1) : place + 2], key=partial(first_model, 2 * size.steps))
-    recall = 0.0
+    rate, recall = max(RATES, key=partial(first_model, 2 * size.steps)), 0.0
     for doublings in itertools.count():
         steps = size.steps << doublings
         before, recall = recall, first_model(steps, rate)
@@ -229,10 +220,9 @@ def measure_recall(rows: Results, way: str, size: Size) -> None:
             break
     models = [learned(rows, way, size, steps=steps, rate=rate, seed=n) for n in range(size.models)]
     for pairs in size.pairs:
-        nbytes = recall_of(build_model(way, SLOTS, 0, size.positions), pairs, 1)[1]
-        right = [recalls[pairs] for recalls in models]
-        rows.add_values(way, {"pairs": pairs}, bytes=[nbytes], right=right)
-    rows.add_values(way, {}, rate=[rate], steps=[steps])
+        rows.add_values(way, {"pairs": pairs}, right=[recalls[pairs] for recalls in models])
+    _, nbytes = recall_of(build_model(way, SLOTS, 0), PAIRS, 1)
+    rows.add_values(way, {}, bytes=[nbytes], rate=[rate], steps=[steps])
 
 
 def measure(rows: Results, quick: bool) -> None:
@@ -240,7 +230,7 @@ def measure(rows: Results, quick: bool) -> None:
     size, rows = QUICK if quick else Size(), rows.at(**LOOKING_UP)
     rows.set_model_conditions(
         "two layers of GPT-2, trained from scratch to look up keys",
-        build_model("full", SLOTS, 0, size.positions),
+        build_model("full", SLOTS, 0),
         f"steps of {POSITIONS_PER_STEP:,} positions, from {size.steps} on doubled until recall gains "
         f"less than {size.least_gain:.0%}; the learning rate that is best after {2 * size.steps:,}; "
         f"seeds: {size.models}",
