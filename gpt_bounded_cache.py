@@ -460,9 +460,10 @@ def check_options(ids: Tensor, max_new_tokens: int, temperature: float, top_k: i
 class BCTConfig(GPTConfig):  # BCT
     """Geometry of a Bounded-Cache Transformer (BCT): that of a GPT-2, and that of its memory.
 
-    rule="sum", recent=0 is the paper's section 3.2, with the block's own k and v in the place of
-    its W_wv x; rule="mean" is ours, and adds a mass of each slot, a step size and a share kept.
-    recent tokens are ours under both rules.
+    rule="sum", recent=0 is the paper's section 3.2 and nothing else. Its W_wv is the block's own
+    projection to keys and values, or with own_wv a second one in its place. The paper doesn't state
+    how MV is read, so read_by_mk chooses. rule="mean" is ours, and adds a mass of each slot, a step
+    size and a share kept. recent tokens are ours under both rules.
     Raises ValueError as GPTConfig does, and if slots is below 1, recent below 0, or rule unknown,
     or if slots that are read as means would begin with random numbers.
     """
@@ -472,6 +473,8 @@ class BCTConfig(GPTConfig):  # BCT
     rule: str = "mean"  # BCT  a slot reads as the mean of its writes, or (the paper's) their sum
     random_start: bool = False  # BCT  MV_0 is from N(0, 1), the same for all texts, and not zero
     write_first: bool = True  # BCT  or the first token is only read, as in algorithm 1
+    own_wv: bool = False  # BCT  the keys and values of tokens are W_wv x, of a matrix of its own
+    read_by_mk: bool = False  # BCT  a query finds a slot by its address in MK, not by written keys
 
     def __post_init__(self) -> None:  # BCT
         super().__post_init__()  # BCT
@@ -493,7 +496,7 @@ class Tensors:  # BCT
     def to(self, device: torch.device | str | None) -> Tensors:  # BCT
         """Return a copy that shares no memory, on another device if given."""
         moved = {name: x.to(device, copy=True) for name, x in self.tensors().items()}  # BCT
-        return type(self)(**moved)  # BCT
+        return type(self)(**vars(self) | moved)  # BCT
 
     @property  # BCT
     def nbytes(self) -> int:  # BCT
@@ -505,15 +508,15 @@ class Tensors:  # BCT
 class Slots(Tensors):  # BCT
     """A layer's memory slots: sums of all that was written to them."""
 
-    keys: Tensor  # BCT  (B, H, M, D)
+    keys: Tensor | None  # BCT  (B, H, M, D); None if they are read by MK
     values: Tensor  # BCT  (B, H, M, D)
     mass: Tensor | None = None  # BCT  (B, H, M, 1), of the weights; by the rule "sum" there is none
 
     def written(self, ww: Tensor, keep: Tensor, k: Tensor, v: Tensor) -> Slots:  # BCT
         """Return the slots with T tokens k, v (B, H, T, D) written to them by weights ww
         (B, H, M, T), once all slots have faded to a share keep (B, H, 1, 1)."""
-        keys = keep * self.keys + ww @ k  # BCT  MV = MV' + ww^T wv, wv = [k; v]
-        values = keep * self.values + ww @ v  # BCT
+        keys = None if self.keys is None else keep * self.keys + ww @ k  # BCT
+        values = keep * self.values + ww @ v  # BCT  MV = MV' + ww^T wv, wv = [k; v]
         if self.mass is None:  # BCT
             return Slots(keys, values)  # BCT
         return Slots(keys, values, keep * self.mass + ww.sum(dim=3, keepdim=True))  # BCT
@@ -581,7 +584,7 @@ class BoundedMemory(KVCache):  # BCT
     @property  # BCT
     def nbytes(self) -> int:  # BCT
         """Bytes of slots and recent tokens: 4 * L * B * H * (M * (2D + 1) + R * (2D + 1 + M)); by
-        the rule "sum" a slot is 2D numbers."""
+        the rule "sum" a slot is 2D numbers. With read_by_mk it is D numbers less."""
         return sum(slots.nbytes + recent.nbytes for slots, recent in self.layers)  # BCT
 
     def __len__(self) -> int:  # BCT
@@ -611,11 +614,11 @@ class WriteMemory(nn.Module):  # BCT
     query vector wq is then used to compute attention weights across the key vectors MK stored in
     the cache. This is achieved through a dot-product operation, followed by a softmax
     normalization" (wq = W_wq x, ww = softmax(wq MK^T)); "The update rule is applied by integrating
-    the attention weights ww with the write key-value vector wv": "MV = MV' + ww^T . wv". The
-    paper's separate W_wv is the block's own projection to keys and values, wv = [k; v]. Section
-    3.1: MV "can be initialized to zero or random values". The paper doesn't state how MV is read;
-    here it is read as any keys and values are. For the first token, the text says that "the initial
-    key-value vector sequence MV is used" and updates it, whereas algorithm 1 only sets MV_1 = MV_0
+    the attention weights ww with the write key-value vector wv": "MV = MV' + ww^T . wv". Here
+    wv = [k; v]. Section 3.1: MV "can be initialized to zero or random values". The paper doesn't
+    state how MV is read: here as any keys and values are, or as values whose keys are MK
+    (read_by_mk=True). For the first token, the text says that "the initial key-value vector
+    sequence MV is used" and updates it, whereas algorithm 1 only sets MV_1 = MV_0
     (write_first=False).
 
     The rule "mean" is ours. It adds:
@@ -641,6 +644,10 @@ class WriteMemory(nn.Module):  # BCT
         if config.rule == "sum":  # BCT  the paper has no gates, and W_wq no bias
             self.c_gate = None  # BCT
             self.c_query.bias = None  # BCT
+        self.c_write = None  # BCT
+        if config.own_wv:  # BCT
+            self.c_write = Conv1D(config.n_embd, 2 * H * D)  # BCT  W_wv, which has no bias either
+            self.c_write.bias = None  # BCT
 
     def writes(self, x: Tensor) -> tuple[Tensor, Tensor]:  # BCT
         """Return for x (B, T, C) the write weights (B, H, T, M), and the log of the share of the
@@ -661,23 +668,24 @@ class WriteMemory(nn.Module):  # BCT
         def zeros(*size: int) -> Tensor:  # BCT
             return x.new_zeros(len(x), H, *size, dtype=torch.float32)  # BCT
 
-        slots = Slots(zeros(M, D), zeros(M, D))  # BCT
+        slots = Slots(None if config.read_by_mk else zeros(M, D), zeros(M, D))  # BCT
         if config.rule == "mean":  # BCT
             slots.mass = zeros(M, 1)  # BCT
         if config.random_start:  # BCT
             generator = torch.Generator().manual_seed(0)  # BCT
-            for start in (slots.keys, slots.values):  # BCT
+            for start in slots.tensors().values():  # BCT
                 start.copy_(torch.randn(H, M, D, dtype=torch.float32, generator=generator))  # BCT
         return slots, Tokens(zeros(R, D), zeros(R, D), zeros(R, M), zeros(R, 1))  # BCT
 
     def check(self, slots: Slots, recent: Tokens, x: Tensor) -> None:  # BCT
         """Raise ValueError if what is held can't serve this layer, or texts x (B, T, C)."""
         config, rule = self.config, "sum" if slots.mass is None else "mean"  # BCT
-        held = [rule, *slots.keys.shape, recent.k.size(2), slots.keys.device]  # BCT
+        held = [rule, slots.keys is None, *slots.values.shape, recent.k.size(2)]  # BCT
+        held.append(slots.values.device)  # BCT
         sizes = [config.n_head, config.slots, config.head_dim, config.recent]  # BCT
-        needed = [config.rule, len(x), *sizes, x.device]  # BCT
+        needed = [config.rule, config.read_by_mk, len(x), *sizes, x.device]  # BCT
         if held != needed:  # BCT
-            kind = "[rule, B, H, M, D, R, device]"  # BCT
+            kind = "[rule, read_by_mk, B, H, M, D, R, device]"  # BCT
             raise ValueError(f"a memory for {kind} {held} got {needed}")  # BCT
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, memory: BoundedMemory,  # BCT
@@ -688,6 +696,8 @@ class WriteMemory(nn.Module):  # BCT
         slots, recent = memory.layers[layer] if n > 0 else self.empty(x)  # BCT
         self.check(slots, recent, x)  # BCT
         ww, log_keep = self.writes(x)  # BCT
+        if self.c_write is not None:  # BCT
+            k, v = self.c_write(x).unflatten(2, (2, q.size(1), -1)).permute(2, 0, 3, 1, 4)  # BCT
         if n == 0 and not self.config.write_first:  # BCT
             ww = torch.cat([torch.zeros_like(ww[:, :, :1]), ww[:, :, 1:]], dim=2)  # BCT
         new = Tokens(k.float(), v.float(), ww.float(), log_keep.float())  # BCT
@@ -717,9 +727,11 @@ class WriteMemory(nn.Module):  # BCT
         """Return the keys and the values that a query attends to (B, H, M + R, D), and its mask
         (B, H, 1, M + R): the log of how many times each counts. n_empty tokens don't exist yet."""
         size, log_count = self.counts(slots.mass)  # BCT
-        k = torch.cat([slots.keys / size, recent.k], dim=2)  # BCT
+        keys = (self.addresses.float().expand_as(slots.values) if slots.keys is None  # BCT
+                else slots.keys / size)  # BCT
+        k = torch.cat([keys, recent.k], dim=2)  # BCT
         v = torch.cat([slots.values / size, recent.v], dim=2)  # BCT
-        M = slots.keys.size(2)  # BCT
+        M = slots.values.size(2)  # BCT
         mask = k.new_zeros(*k.shape[:3], 1)  # BCT  a recent token counts once: log 1
         mask[:, :, :M] = log_count  # BCT
         mask[:, :, M : M + n_empty] = -1e9  # BCT
@@ -752,7 +764,8 @@ class WriteMemory(nn.Module):  # BCT
         if slots.mass is not None:  # BCT
             mass = kept * slots.mass.mT + since @ ww  # BCT  (B, H, T, M)
         size, log_count = self.counts(mass)  # BCT
-        far = (kept * (q @ slots.keys.mT) + (scores * since) @ ww) / size  # BCT  (B, H, T, M)
+        far = (q @ self.addresses.float().mT if slots.keys is None  # BCT  (B, H, T, M)
+               else (kept * (q @ slots.keys.mT) + (scores * since) @ ww) / size)  # BCT
         far = far / math.sqrt(D) + log_count  # BCT
         near = scores.masked_fill(~recent, -math.inf) / math.sqrt(D)  # BCT  (B, H, T, R + T)
         p = torch.cat([far, near], dim=-1).softmax(dim=-1)  # BCT  (B, H, T, M + R + T)

@@ -3,6 +3,7 @@
 import math
 import re
 from collections import defaultdict
+from functools import partial
 from statistics import fmean, mean
 
 import torch
@@ -126,11 +127,12 @@ def windowed(window: int, sinks: int = 0) -> type[bounded.GPT]:
     """Return the class of a model that sees a sliding window of its text, and the first `sinks` tokens."""
 
     class Windowed(bounded.GPT):
+        new_cache = partial(bounded.SlidingWindowCache, window, sinks)
+
         def forward(
             self, ids: Tensor, cache: KVCache | None = None, last_only: bool = False
         ) -> Tensor:
-            if cache is None:
-                cache = bounded.SlidingWindowCache(window, sinks)
+            cache = self.new_cache() if cache is None else cache
             return super().forward(ids, cache, last_only)
 
     return Windowed

@@ -209,7 +209,7 @@ def bct_attention_shares(memory: Any, args: tuple, cache: Any) -> tuple[Tensor, 
     is, and to all memory slots together. The state after a pass is what its last query has read."""
     _, q, *_, layer = args
     slots, recent = cache.layers[layer]
-    M, R = slots.keys.size(2), recent.k.size(2)
+    M, R = slots.values.size(2), recent.k.size(2)
     n_empty = max(0, R - len(cache))
     k, _, mask = memory.readable(slots, recent, n_empty)
     shares = attention_shares(q.float(), k, mask)

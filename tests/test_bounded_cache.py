@@ -43,10 +43,11 @@ VARIANTS = [
     replace(SMALL_BCT, recent=0),
     SMALL_BCT,
     PAPER,
-    replace(PAPER, recent=3),
+    replace(PAPER, recent=3, read_by_mk=True),
+    replace(PAPER, own_wv=True, read_by_mk=True, random_start=True),
     replace(SMALL_BCT, slots=1, recent=9),
-    replace(PAPER, write_first=False, random_start=True),
-    replace(SMALL_BCT, write_first=False),
+    replace(PAPER, own_wv=True, write_first=False, random_start=True),
+    replace(SMALL_BCT, own_wv=True, read_by_mk=True, write_first=False),
 ]
 
 # By the paper's rule a slot's key is a sum of up to 70 tokens' keys. Scores are large, attention is sharp, and amplifies
@@ -191,9 +192,13 @@ def recurrence(model: GPT, ids: Tensor) -> Tensor:
         memory = model.h[layer].memory
         MK = memory.addresses[head].double()
         slots, _ = memory.empty(ids)
-        MV = torch.cat([slots.keys, slots.values], dim=-1)[0, head].double()
+        keys = slots.values if c.read_by_mk else slots.keys
+        MV = torch.cat([keys, slots.values], dim=-1)[0, head].double()
         wq = x[0] @ memory.c_query.weight.double()  # 3
         wv = torch.cat([k, v], dim=-1)[0]  # 4
+        if c.own_wv:
+            both = (x[0] @ memory.c_write.weight.double()).split(c.n_head * D, dim=-1)
+            wv = torch.cat([part[:, head * D : (head + 1) * D] for part in both], dim=-1)
         if c.rule == "mean":
             wq = wq + memory.c_query.bias.double()
             gates = x[0] @ memory.c_gate.weight.double() + memory.c_gate.bias.double()
@@ -214,6 +219,8 @@ def recurrence(model: GPT, ids: Tensor) -> Tensor:
                 old, weight = MV / (mass + 1e-300)[:, None], mass
             near = wv[max(0, j + 1) : t + 1] if c.recent else wv[:0]
             keys, values = torch.cat([old, near]).split(D, dim=-1)
+            if c.read_by_mk:
+                keys = torch.cat([MK, keys[c.slots :]])
             weight = torch.cat([weight, torch.ones(len(near), dtype=torch.double)])
             share = weight * torch.exp(keys @ q[0, t] / math.sqrt(D))
             read.append(share @ values / share.sum())
@@ -229,7 +236,7 @@ def test_identity_of_the_parallel_form_and_of_any_feeding_with_the_recurrence(
     model, ids = model_of(config, seed=3), ids_of(2, 50)  # past n_ctx = 24
     expected = torch.cat([recurrence(model, row) for row in ids.split(1)])
     slots, _ = model.h[0].memory.empty(ids)
-    assert slots.keys.any() == config.random_start
+    assert slots.values.any() == config.random_start
     for chunk in (1, 7, 1000):
         monkeypatch.setattr(WriteMemory, "chunk", chunk)
         assert_close(model(ids), expected, torch.float32, AMPLIFIED[config.rule])
@@ -327,9 +334,9 @@ def test_bct_goes_on_past_the_context_without_reading_again() -> None:
 def test_a_memory_of_another_shape_is_refused_and_unchanged() -> None:
     cache = BoundedMemory()
     model_of(SMALL_BCT)(ids_of(2, 8), cache)
-    for size in ({"recent": 5}, {"recent": 0}, {"slots": 9}, {"rule": "sum"}):
+    for size in ({"recent": 5}, {"recent": 0}, {"slots": 9}, {"rule": "sum"}, {"read_by_mk": True}):
         other = model_of(replace(SMALL_BCT, **size))
-        words = r"memory for .*R, device\] \['mean', 2, 2, 4, 5, 3, .*got \["
+        words = r"memory for .*R, device\] \['mean', False, 2, 2, 4, 5, 3, .*got \["
         refused(cache, words, lambda other=other: other(ids_of(2, 3), cache))
 
 

@@ -1,19 +1,17 @@
-"""studies/recall/study.py and lengths/study.py: the task, the memory in both readings, a run that goes on, and verdicts."""
+"""studies/recall/study.py and lengths/study.py: the task, equal bytes, training until it helps no more, a run that goes on."""
 
-import math
 from pathlib import Path
 
 import pytest
 import torch
 
-from gpt_bounded_cache import BCT, GPT, BCTConfig, BoundedMemory, GPTConfig
+from gpt_bounded_cache import BCT, GPT, BCTConfig, GPTConfig
 from studies.bounding.claims import LOOKING_UP
 from studies.lengths import study as lengths
 from studies.recall import study as recall
 from studies.recall.study import (
     QUICK,
     VALUES,
-    WAYS,
     build_model,
     draw_texts,
     recall_of,
@@ -21,13 +19,14 @@ from studies.recall.study import (
 )
 from studies.results import Results
 
-TINY = QUICK._replace(pairs=(4, 8), slots=(4,), steps=3, answers=16)
+TINY = QUICK._replace(pairs=(4, 32), steps=3, answers=16)
 
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recall, "POSITIONS_PER_STEP", 128)
     monkeypatch.setattr(recall, "QUICK", TINY)
+    monkeypatch.setattr(recall, "RATES", (0.01, 0.02))
 
 
 def test_keys_are_distinct_and_the_answers_follow_their_keys() -> None:
@@ -42,66 +41,74 @@ def test_keys_are_distinct_and_the_answers_follow_their_keys() -> None:
         assert [held[key] for key in asked] == values
 
 
-def bytes_of(way: str, slots: int, positions: int) -> int:
-    return recall_of(build_model(way, slots, 0, positions), positions // 2, 1)[1]
+def bytes_of(way: str, slots: int, pairs: int = 64) -> int:
+    return recall_of(build_model(way, slots, 0), pairs, 1)[1]
 
 
-def test_a_window_has_the_bytes_of_the_slots_and_mk_holds_values_only() -> None:
-    a_position = bytes_of("full", 1, 20) // 20
-    for slots in (4, 16):
-        least, got = bytes_of("ours", slots, 128), bytes_of("window", slots, 128)
-        assert least <= got - a_position < least + a_position, "the spare slot aside"
-    values = 2 * 2 * 4 * 32 * 4  # layers, heads, slots, head size, bytes
-    assert (bytes_of("sum", 4, 16), bytes_of("sum-mk", 4, 16)) == (2 * values, values)
-
-
-def test_a_reading_through_mk_is_its_formula() -> None:
-    """The memory of one layer, token by token, against MV = MV' + wwᵀ wv written out, from zero."""
-    memory = build_model("sum-mk", 3, 0, 16).h[0].memory
-    x = torch.randn(1, 6, 64)
-    q, k, v = torch.randn(3, 1, 2, 6, 32)
-    with torch.no_grad():
-        got = memory(x, q, k, v, BoundedMemory(), 0)
-        query = memory.c_query(x).view(1, 6, 2, 32).transpose(1, 2)
-        ww = (query @ memory.addresses.mT).softmax(-1)
-        values = torch.zeros(1, 2, 3, 32)
-        for t in range(6):
-            values = values + ww[:, :, t, :, None] * v[:, :, t, None]
-            scores = memory.addresses @ q[:, :, t, :, None] / math.sqrt(32)
-            expected = (scores.softmax(dim=-2) * values).sum(dim=-2)
-            assert torch.allclose(got[:, :, t], expected, atol=1e-5)
+def test_all_memories_have_the_bytes_of_the_slots() -> None:
+    a_position = bytes_of("full", 1, 10) // 20
+    for slots in (4, 16, 64):
+        slots_bytes = 2 * 2 * slots * 2 * 32 * 4  # layers, heads, slots, keys and values of 32
+        assert bytes_of("sum", slots) == 2 * bytes_of("sum-mk", slots) == slots_bytes
+        assert 0.9 * slots_bytes < bytes_of("delta", slots) <= slots_bytes
+        assert bytes_of("ours", slots) == slots_bytes + 2 * 2 * slots * 4, "and the masses"
+        assert bytes_of("window", slots) == slots_bytes + a_position, "and the spare slot"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["full", "ours"])
+@pytest.mark.parametrize("way", ["full", "ours", "delta"])
 def test_training_teaches_to_look_up(way: str) -> None:
-    size = TINY._replace(pairs=(2,), steps=80)
-    before = recall_of(build_model(way, 4, 0, 4), 2, 512)[0]
-    assert recall_of(train_model(way, 4, 0, size), 2, 512)[0] > before + 0.1
+    size = TINY._replace(pairs=(2,))
+    before = recall_of(build_model(way, recall.SLOTS, 0), 2, 512)[0]
+    assert recall_of(train_model(way, 80, 0.01, 0, size), 2, 512)[0] > before + 0.1
+
+
+def test_a_way_is_trained_by_its_best_rate_until_that_helps_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recall of a model is that of its steps, and by a higher rate less."""
+    recalls = {3: 0.4, 6: 0.5, 12: 0.505, 24: 0.9}
+    trained = []
+
+    def train(way: str, size: recall.Size, **setting: float) -> dict[str, float]:
+        trained.append(setting["steps"])
+        return setting
+
+    def recall_of(model: dict[str, float] | GPT, *_: int) -> tuple[float, float]:
+        is_trained = isinstance(model, dict)
+        return (recalls[model["steps"]] / (100 * model["rate"]) if is_trained else 0), 64
+
+    monkeypatch.setattr(recall, "train_model", train)
+    monkeypatch.setattr(recall, "recall_of", recall_of)
+    rows = Results("bounding", tmp_path).at(**LOOKING_UP)
+    recall.measure_recall(rows, "sum", TINY._replace(least_gain=0.01, models=2))
+    assert trained == [6, 6, 3, 12, 12], "two rates, then the best until flat, then a seed"
+    assert rows.find("sum", "rate")["values"] == [0.01]
+    assert rows.find("sum", "steps")["values"] == [12]
+    assert rows.find("sum", "right")["values"] == [0.505, 0.505]
+    assert rows.find("sum", "right", steps=6)["values"] == [0.5]
 
 
 def test_an_interrupted_study_goes_on_to_the_same_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(recall, "WAYS", ("full", "sum", "delta"))
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     recall.measure(Results("bounding", whole), True)
-    ways = []
+    trained = []
 
-    def fails_third(way: str, *args: object) -> object:
-        ways.append(way)
-        if len(ways) == 3:
+    def fails_fifth(way: str, **setting: object) -> object:
+        trained.append(f"{way} {setting}")
+        if len(trained) == 5:
             raise KeyboardInterrupt
-        return train_model(way, *args)
+        return train_model(way, **setting)
 
-    monkeypatch.setattr(recall, "train_model", fails_third)
+    monkeypatch.setattr(recall, "train_model", fails_fifth)
     with pytest.raises(KeyboardInterrupt):
         recall.measure(Results("bounding", parts), True)
     recall.measure(Results("bounding", parts), True)
-    assert ways == ["full", *WAYS[:2], *WAYS[1:]], (
-        "a model that had left its rows was trained again"
-    )
+    assert len(trained) == 1 + len({*trained}), "a model that has a row is trained again"
     assert (parts / "rows.jsonl").read_text() == (whole / "rows.jsonl").read_text()
-    assert len(Results("bounding", whole).find("sum", "every", **LOOKING_UP)["values"]) == 1
 
 
 # --- Lengths --------------------------------------------------------------------------------------------------------

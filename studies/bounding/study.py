@@ -23,8 +23,7 @@ Source: Yi et al. 2024 (BCT).
 """
 
 import argparse
-from collections.abc import Collection
-from functools import partial
+from functools import cache, partial
 from itertools import count, pairwise
 from typing import Any, NamedTuple
 
@@ -39,7 +38,7 @@ from gpt_bounded_cache import KVCache, SlidingWindowCache, context_start
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import score_answers, token_losses, unseen_texts
-from studies.bounding.claims import bleu_from_scratch, our_rule, recall, text_quality
+from studies.bounding.claims import bleu_from_scratch, delta_rule, our_rule, recall, text_quality
 from studies.core import RECORDED_MODELS, run_study
 from studies.results import Results, Setting
 from support.printing import end_tokens_of
@@ -67,23 +66,19 @@ QUICK = Size(documents=8, facts=8, explanations=4, long_texts=2, contexts=2)
 
 
 @torch.no_grad()
-def stream_losses(memory: Memory, ids: Tensor, chunk: int = 128) -> Tensor:
-    """Return the loss in nats (B, T - 1) of every token of ids (B, T) but the first. Texts may have
-    any length: they are read as generate() reads them."""
-    model, cache = memory.model, memory.make_cache(ids.size(1))
-    context = model.context  # a BCT's is unlimited
-    losses = []
-    context_begin = read_tokens = 0
-    while read_tokens < ids.size(1) - 1:
-        if read_tokens - context_begin == context:  # forget the oldest half, read the rest again
-            context_begin = context_start(read_tokens + 1, context)
-            cache.truncate(0)
-            model(ids[:, context_begin:read_tokens], cache, last_only=True)
-        end = min(read_tokens + chunk, ids.size(1) - 1, context_begin + context)
-        logits = model(ids[:, read_tokens:end], cache).float().transpose(1, 2)  # (B, V, T)
-        losses.append(F.cross_entropy(logits, ids[:, read_tokens + 1 : end + 1], reduction="none"))
-        read_tokens = end
-    return torch.cat(losses, dim=1)
+def stream_losses(memory: Memory, tokens: list[int]) -> Tensor:
+    """Return the loss in nats (T - 1,) of every token of a text but the first. The text may have any
+    length: it is read as generate() reads it, in contexts of which all but the first begin with half
+    of the one before."""
+    ids = torch.tensor([tokens], device=memory.wte.weight.device)  # (1, T)
+    losses, read = [], 0
+    while read < len(tokens) - 1:
+        start = context_start(read + 1, memory.model.context)
+        end = min(len(tokens) - 1, start + memory.model.context)  # a BCT's context is unlimited
+        logits = memory(ids[:, start:end])[0, read - start :].float()
+        losses.append(F.cross_entropy(logits, ids[0, read + 1 : end + 1], reduction="none"))
+        read = end
+    return torch.cat(losses)
 
 
 def perplexity_rise(nats_and_tokens: np.ndarray) -> np.ndarray:
@@ -116,16 +111,18 @@ def measure_quality(
     rows: Results,
     setting: Setting,
     memories: dict[str, Memory],
-    due: Collection[str],
     tokenizer: Any,
     size: Size,
 ) -> None:
-    """Append the figures of the memories that are due, on held-out texts. The first memory is full
+    """Append the missing figures of the memories, on held-out texts. The first memory is full
     attention, with which the others are compared."""
     documents = corpus.documents("test", size.documents)
     token_ids = [[*tokenizer.encode_ordinary(d.text), tokenizer.eot_token] for d in documents]
     explanation_questions = corpus.explain_questions("test", size.explanations)
     recall_questions = corpus.recall_questions("test", size.facts)
+    due = rows.ways_due(memories, "facts", **setting)
+    if not due:
+        return
     reference, *_ = memories
     for way in dict.fromkeys([reference, *due]):
         memory = memories[way]
@@ -169,15 +166,15 @@ def measure_long_texts(
             text += [*tokenizer.encode_ordinary(document.text), tokenizer.eot_token]
         texts.append(text[:text_length])
     interval_ends = [0, *(n_ctx >> i for i in (4, 3, 2, 1)), *range(n_ctx, text_length, n_ctx)]
-    for way, memory in memories.items():
-        mean_nats = stream_losses(memory, torch.tensor(texts)).mean(0)
+    for way in rows.ways_due(memories, "long"):
+        memory = memories[way]
+        mean_nats = torch.stack([stream_losses(memory, text) for text in texts]).mean(0)
         rows.add_figures(way, {}, len(texts), long=[mean_nats.mean().exp().item()])
         for start, end in pairwise(interval_ends):
             interval_perplexity = mean_nats[start:end].mean().exp().item()
             rows.add_figures(way, {"tokens": end}, len(texts), long=[interval_perplexity])
 
 
-@torch.no_grad()
 def measure_windows(rows: Results, name: str, model: nn.Module, quick: bool) -> None:
     """Append the perplexity of whole texts with full attention, and in windows with and without
     sinks; each token is seen within the window, however the text is divided into passes."""
@@ -192,26 +189,21 @@ def measure_windows(rows: Results, name: str, model: nn.Module, quick: bool) -> 
         model,
         f"{len(texts)} texts of {min(map(len, texts))} to {max(map(len, texts))} tokens",
     )
+
+    @cache
+    def nats_of(cache_class: type[KVCache], *sizes: int) -> list[float]:
+        memory = Memory("", model, lambda _: cache_class(*sizes), chunk_length=128)
+        return [float(stream_losses(memory, text).mean()) for text in texts]
+
     for width in widths:
         setting = {"model": name, "window": width}
         caches = {
-            "full": KVCache,
-            "window": partial(SlidingWindowCache, width),
-            "sinks": partial(SlidingWindowCache, width - SINKS, sinks=SINKS),
+            "full": (KVCache,),
+            "window": (SlidingWindowCache, width),
+            "sinks": (SlidingWindowCache, width - SINKS, SINKS),
         }
         for way in rows.ways_due(caches, "text", **setting):
-            recorded = rows.find("full", "text", model=name, window=widths[0])
-            if way == "full" and recorded:  # it doesn't depend on the width
-                rows.add_values(way, setting, text=recorded["values"])
-                continue
-            memory = Memory(way, model, lambda _, new_cache=caches[way]: new_cache())
-            nats = [float(stream_losses(memory, ids_of(text, model)).mean()) for text in texts]
-            rows.add_values(way, setting, text=nats)
-
-
-def ids_of(tokens: list[int], model: nn.Module) -> Tensor:
-    """Return a text as a model reads it (1, T)."""
-    return torch.tensor([tokens], device=model.wte.weight.device)
+            rows.add_values(way, setting, text=nats_of(*caches[way]))
 
 
 def measure(rows: Results, args: argparse.Namespace) -> None:
@@ -225,9 +217,6 @@ def measure(rows: Results, args: argparse.Namespace) -> None:
 def measure_memories(rows: Results, quick: bool) -> None:
     """Append the figures of pocket's memories."""
     size = QUICK if quick else Size()
-    due = rows.ways_due(["full", "window", "sinks", "ours"], "long")
-    if not due:
-        return
     memories, tokenizer = memories_of("pocket"), load_tokenizer("pocket")
     bct = memories["ours"].config
     rows.set_model_conditions(
@@ -237,8 +226,8 @@ def measure_memories(rows: Results, quick: bool) -> None:
         "full attention is pocket as it is, where that fine-tuning would begin at a loss of 0",
         f"{size.documents} held-out documents, {size.explanations} explanations",
     )
-    measure_quality(rows, {}, memories, due, tokenizer, size)
-    measure_long_texts(rows, {way: memories[way] for way in due}, tokenizer, size)
+    measure_quality(rows, {}, memories, tokenizer, size)
+    measure_long_texts(rows, memories, tokenizer, size)
 
 
 main = partial(
@@ -248,5 +237,5 @@ main = partial(
     "fewer and shorter texts",
     measure,
     recorded_models=RECORDED_MODELS,
-    beyond=[recall, our_rule, bleu_from_scratch, text_quality],
+    beyond=[recall, our_rule, delta_rule, bleu_from_scratch, text_quality],
 )

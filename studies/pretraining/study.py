@@ -12,19 +12,18 @@ Source: Yi et al. 2024 (BCT).
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from torch import nn
 
 from demos.memories import Memory
 from formats.tokenizers import read_tokenizer
-from gpt_bounded_cache import GPT, BCTConfig, GPTConfig, SlidingWindowCache
+from gpt_bounded_cache import GPT, BCTConfig, GPTConfig
 from pocket.evaluation import window_of_equal_bytes, windowed
 from pocket.recipes import MEMORY, Phase, Recipe, steps_and_tokens
 from pocket.tokenizer import TOKENIZER, VOCABULARY
 from pocket.training import train
 from studies.bounding import study as bounding
-from studies.bounding.claims import bleu_fine_tuned, our_rule, recall, sinks
+from studies.bounding.claims import bleu_fine_tuned, delta_rule, our_rule, recall, sinks
 from studies.core import run_study
 from studies.recall.study import WideBCT
 from studies.results import Results
@@ -61,14 +60,6 @@ def recipe_of(way: str, steps: int, documents: int) -> Pretraining:
     return Pretraining(config, (phase,), documents=documents, window=window)
 
 
-def trained_memory(way: str, recipe: Pretraining, state_folder: Path) -> Memory:
-    """Return the trained model with its memory. The state of training is kept in a folder of its
-    own."""
-    model, _ = train(recipe, state_folder / way)
-    new_cache = partial(SlidingWindowCache, recipe.window) if recipe.window else model.new_cache
-    return Memory(way, model, lambda _: new_cache())
-
-
 def measure(rows: Results, quick: bool) -> None:
     """Train the models and append their figures."""
     steps, documents = (2, 200) if quick else (1500, 20_000)
@@ -79,8 +70,10 @@ def measure(rows: Results, quick: bool) -> None:
         return
     recipes = {way: recipe_of(way, steps, documents) for way in MEMORIES}
     state_folder = rows.path.parent / f"pretraining-{steps}"
-    ways = dict.fromkeys(["full", *due])  # the others are compared with "full"
-    memories = {way: trained_memory(way, recipes[way], state_folder) for way in ways}
+    memories = {}
+    for way in dict.fromkeys(["full", *due]):  # the others are compared with "full"
+        model, _ = train(recipes[way], state_folder / way)
+        memories[way] = Memory(way, model, lambda _, model=model: model.new_cache())
     _, tokens = steps_and_tokens(recipes["full"])
     rows.set_model_conditions(
         "GPT-2 of pocket's layers and width, trained from scratch",
@@ -91,7 +84,7 @@ def measure(rows: Results, quick: bool) -> None:
         f"{size.documents} held-out documents, {size.explanations} explanations",
         "one seed",
     )
-    bounding.measure_quality(rows, setting, memories, due, read_tokenizer(TOKENIZER), size)
+    bounding.measure_quality(rows, setting, memories, read_tokenizer(TOKENIZER), size)
 
 
 main = partial(
@@ -101,5 +94,5 @@ main = partial(
     "two steps",
     measure,
     rows_of="bounding",
-    beyond=[bleu_fine_tuned, recall, our_rule, sinks],
+    beyond=[bleu_fine_tuned, recall, our_rule, delta_rule, sinks],
 )

@@ -1,40 +1,34 @@
-"""How many pairs a memory of fixed size recalls, if a model is trained for it from scratch.
+"""How many pairs a memory of fixed size recalls, if a model is trained for it until that helps no more.
 
-`python3 -m studies.recall` takes about half an hour on one core, and goes on where it was
-interrupted. A text is a list of key-value pairs; then some of its keys are asked for. Models of two
-layers learn the task from their first step on with full attention, with the source's sum rule read
-in two ways, with our rule, and with a window of equal bytes.
+`python3 -m studies.recall` takes some hours on one core, and goes on where it was interrupted. A
+text is a list of key-value pairs; then some of its keys are asked for. Models of two layers learn
+the task from their first step on with full attention, with the source's sum rule read in two ways,
+with our rule, with a window, and with the delta rule: a state of hybrid_kv_cache.py in each layer.
+All but the first have as many bytes. Each way has the learning rate of RATES that is best after twice
+the shortest training. The steps are doubled until the model recalls less than a point more of 32
+keys.
 
-right   share of values recalled, by slots and pairs; a value for each seed
-every   the same, as a mean over the numbers of pairs; a value for each trained model, whatever its
-        slots
-share   bytes as a share of the growing cache's
+learned   share of values recalled by one model, by number of pairs; its figure is their mean
+steps     of the longest training, and rate, its learning rate
+right     share of values recalled, by pairs; a value for each seed. In the setting steps=n, after
+          so many steps, of the first seed
+bytes     of the cache of a text of 32 pairs
 
 Source: Yi et al. 2024 (BCT); Arora et al. 2023, "Zoology: Measuring and Improving Recall in
-Efficient Language Models" (the task).
+Efficient Language Models" (the task); Yang et al. 2024, "Gated Delta Networks".
 """
 
+import itertools
 import math
-import statistics
-from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt_bounded_cache import (
-    BCT,
-    GPT,
-    BCTConfig,
-    GPTConfig,
-    MemoryBlock,
-    SlidingWindowCache,
-    Slots,
-    Tokens,
-    WriteMemory,
-)
+from gpt_bounded_cache import BCT, GPT, BCTConfig, GPTConfig, SlidingWindowCache
+from hybrid_kv_cache import Hybrid, HybridConfig
 from pocket.evaluation import window_of_equal_bytes
 from studies.bounding.claims import (
     LOOKING_UP,
@@ -49,26 +43,24 @@ from studies.results import Results
 KEYS, VALUES = 512, 64  # of the vocabulary
 MAX_ASKED = 64  # keys that are asked for at the end of a text, at most
 POSITIONS_PER_STEP = 1024  # in all texts of a step
-LEARNING_RATE, WARMUP_STEPS = 1e-2, 50  # AdamW's learning rate, and steps of its linear rise
-GEOMETRY = {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_inner": 64}
-WAYS = ("ours", "sum", "sum-mk", "window")  # sum-mk: the source's sum, read through MK
+RATES, WARMUP_STEPS = (1e-3, 3e-3, 1e-2, 3e-2), 50  # AdamW's, and steps of their linear rise
+SLOTS, PAIRS = 16, 32  # of a head; and the pairs whose recall decides how a model is trained
+GEOMETRY = {"vocab_size": KEYS + VALUES + 1, "n_ctx": 320, "n_layer": 2}
+GEOMETRY |= {"n_head": 2, "n_embd": 64, "n_inner": 64}
+WAYS = ("full", "ours", "sum", "sum-mk", "delta", "window")  # sum-mk: the sum, read through MK
 
 
 class Size(NamedTuple):
     """What models are trained, and how many answers they are asked for."""
 
     pairs: tuple[int, ...] = (4, 8, 16, 32, 64, 128, 256)
-    slots: tuple[int, ...] = (4, 16, 64, 256)
-    seeds: int = 3
-    steps: int = 400
-    answers: int = 1024  # for each number of pairs, at least
-
-    @property
-    def positions(self) -> int:
-        return max(self.pairs) + min(MAX_ASKED, max(self.pairs))
+    models: int = 4  # of each way, with another seed each
+    steps: int = 800  # of the shortest training
+    least_gain: float = 0.01  # of recall, for which the steps are doubled again
+    answers: int = 2048  # for each number of pairs, at least
 
 
-QUICK = Size(pairs=(8, 32, 128), seeds=1, steps=40, answers=256)
+QUICK = Size(pairs=(8, 32), models=1, steps=20, least_gain=1.0, answers=256)
 
 
 # --- The task ---------------------------------------------------------------------------------------
@@ -88,23 +80,20 @@ def draw_texts(
     return ids, values.gather(1, asked_pairs)
 
 
-class Recaller(GPT):
-    """A GPT-2 for these texts: a position's embedding is its key's and its value's, and a
-    prediction is a value.
+class Recaller(nn.Module):
+    """What makes a model one for these texts: a position's embedding is its key's and its value's,
+    and a prediction is a value.
 
-    Weights begin with a standard deviation of 1 / sqrt(width): 0.02, GPT-2's own, is too narrow for
-    a width of 64.
+    Matrices begin with a standard deviation of 1 / sqrt(width): 0.02, GPT-2's own, is too narrow
+    for a width of 64.
     """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config)
         self.wte.forward = self.embed
-
-    def init_weights(self) -> None:
-        super().init_weights()
         for name, parameter in self.named_parameters():
-            if parameter.dim() > 1 and name != "wpe.weight":
-                parameter.data /= 0.02 * math.sqrt(self.config.n_embd)
+            if parameter.dim() == 2 and name != "wpe.weight":
+                parameter.data /= 0.02 * math.sqrt(config.n_embd)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the sum of the embeddings of the keys and values in ids (B, T)."""
@@ -128,71 +117,53 @@ class WideBCT(BCT):
             nn.init.normal_(block.memory.addresses)
 
 
-class RecallingBCT(WideBCT, Recaller):
-    """A BCT for these texts. Its addresses begin as WideBCT's do: a Recaller's other weights are
-    widened before these are drawn."""
+class RecallingGPT(Recaller, GPT):
+    """A GPT-2 for these texts."""
 
 
-class MemoryThroughMK(WriteMemory):
-    """The source's memory, read in another way: MV holds only values, and queries find them by
-    MK."""
-
-    def empty(self, x: Tensor) -> tuple[Slots, Tokens]:
-        slots, recent = super().empty(x)
-        return replace(slots, keys=self.addresses.expand_as(slots.keys)), recent
-
-    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *where: Any) -> Tensor:
-        """Return what the queries read; nothing is added to a slot's key."""
-        return super().forward(x, q, torch.zeros_like(k), v, *where)
+class RecallingBCT(Recaller, WideBCT):
+    """A BCT for these texts."""
 
 
-class BlockThroughMK(MemoryBlock):
-    """A BCT's block with that memory."""
-
-    def __init__(self, config: BCTConfig) -> None:
-        super().__init__(config)
-        self.memory = MemoryThroughMK(config)
+class RecallingHybrid(Recaller, Hybrid):
+    """A model with other layers, for these texts."""
 
 
-class RecallingThroughMK(RecallingBCT):
-    """A BCT for these texts, read through MK."""
-
-    block_class = BlockThroughMK
-
-
-def build_model(way: str, slots: int, seed: int, positions: int) -> Recaller:
+def build_model(way: str, slots: int, seed: int) -> Recaller:
     """Return a new model for a way; the same seed always gives the same model."""
     torch.manual_seed(seed)
-    geometry = GEOMETRY | {"vocab_size": KEYS + VALUES + 1, "n_ctx": positions}
-    rule = "sum" if way.startswith("sum") else "mean"
-    config = BCTConfig(**geometry, slots=slots, recent=0, rule=rule)
-    if way in ("full", "window"):
-        model = Recaller(GPTConfig(**geometry))
-        if way == "window":
-            model.new_cache = partial(SlidingWindowCache, window_of_equal_bytes(config))
-        return model
-    if way == "sum-mk":
-        return RecallingThroughMK(config)
-    return RecallingBCT(config)
+    rule = "mean" if way == "ours" else "sum"
+    config = BCTConfig(**GEOMETRY, slots=slots, recent=0, rule=rule, read_by_mk=way == "sum-mk")
+    if way == "delta":  # the largest states that, with a convolution's inputs, fit into the slots
+        numbers = 2 * config.head_dim * slots
+        size = max(D for D in range(2, numbers, 2) if numbers >= D * D + 3 * D)
+        heads = {"n_kv_head": config.n_head, "head_dim": size, "conv": 2}
+        return RecallingHybrid(HybridConfig(**GEOMETRY, **heads, kinds=("state", "state")))
+    if way not in ("full", "window"):
+        return RecallingBCT(config)
+    model = RecallingGPT(GPTConfig(**GEOMETRY))
+    if way == "window":
+        model.new_cache = partial(SlidingWindowCache, window_of_equal_bytes(config))
+    return model
 
 
-def train_model(way: str, slots: int, seed: int, size: Size) -> Recaller:
+def train_model(way: str, steps: int, rate: float, seed: int, size: Size) -> Recaller:
     """Return a trained model.
 
     All texts of a step have the same number of pairs, drawn at random up to a limit that rises to
     the largest in the first 60% of the steps. Every way reads the same texts for this seed.
     """
-    model = build_model(way, slots, seed, size.positions)
+    model = build_model(way, SLOTS, seed)
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0, fused=True
+        model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True
     )
     generator = torch.Generator().manual_seed(seed)
     fewest_pairs, most_pairs = min(size.pairs), max(size.pairs)
-    for step in range(size.steps):
+    for step in range(steps):
         for group in optimizer.param_groups:
-            cosine = 0.52 + 0.48 * math.cos(math.pi * step / size.steps)
-            group["lr"] = LEARNING_RATE * min(1, (step + 1) / WARMUP_STEPS) * cosine
-        limit = 2 * fewest_pairs * (most_pairs / fewest_pairs) ** (step / (0.6 * size.steps))
+            cosine = 0.52 + 0.48 * math.cos(math.pi * step / steps)
+            group["lr"] = rate * min(1, (step + 1) / WARMUP_STEPS) * cosine
+        limit = 2 * fewest_pairs * (most_pairs / fewest_pairs) ** (step / (0.6 * steps))
         allowed = [n for n in size.pairs if n <= limit]
         pairs = allowed[int(torch.randint(len(allowed), (1,), generator=generator))]
         asked = min(pairs, MAX_ASKED)
@@ -210,68 +181,62 @@ def train_model(way: str, slots: int, seed: int, size: Size) -> Recaller:
 @torch.no_grad()
 def recall_of(model: Recaller, pairs: int, min_answers: int) -> tuple[float, float]:
     """Return the share of at least min_answers values that the model recalls, the same for every
-    model; and the bytes of a text's cache, without MK, which belongs to the model."""
+    model; and the bytes of a text's cache."""
     asked = min(pairs, MAX_ASKED)
     generator = torch.Generator().manual_seed(10**6 + pairs)
     ids, expected_values = draw_texts(pairs, asked, math.ceil(min_answers / asked), generator)
     cache = model.new_cache()
     recalled = model(ids, cache)[:, pairs:].argmax(dim=-1)
     recall = (recalled == expected_values).float().mean().item()
-    nbytes = cache.nbytes
-    if isinstance(model, RecallingThroughMK):
-        nbytes -= sum(slots.keys.nbytes for slots, _ in cache.layers)
-    return recall, nbytes / len(ids)
+    return recall, cache.nbytes / len(ids)
 
 
 # --- The study --------------------------------------------------------------------------------------
 
 
-def measure_recall(rows: Results, way: str, setting: dict[str, int], size: Size) -> None:
-    """Train a model for each seed, with the setting's number of slots, and append their recall."""
-    models = [train_model(way, setting.get("slots", 1), seed, size) for seed in range(size.seeds)]
-    token_bytes = 2 * 4 * GEOMETRY["n_layer"] * GEOMETRY["n_embd"]  # bytes of its keys and values
+def learned(rows: Results, way: str, size: Size, **setting: float) -> dict[int, float]:
+    """Return the shares that a model of this setting (rate, steps, seed) recalls, by number of pairs.
+    It is trained if it has no row."""
+    if rows.find(way, "learned", **setting) is None:
+        model = train_model(way, size=size, **setting)
+        recalls = [recall_of(model, pairs, size.answers)[0] for pairs in size.pairs]
+        rows.add_values(way, setting, learned=recalls)
+    return dict(zip(size.pairs, rows.find(way, "learned", **setting)["values"], strict=True))
+
+
+def measure_recall(rows: Results, way: str, size: Size) -> None:
+    """Train models of a way until that helps no more, and append their recall."""
+
+    def first_model(steps: int, rate: float) -> float:
+        return learned(rows, way, size, steps=steps, rate=rate, seed=0)[PAIRS]
+
+    rate, recall = max(RATES, key=partial(first_model, 2 * size.steps)), 0.0
+    for doublings in itertools.count():
+        steps = size.steps << doublings
+        before, recall = recall, first_model(steps, rate)
+        if rows.ways_due([way], "right", steps=steps):
+            rows.add_values(way, {"steps": steps}, right=[recall])
+        if recall - before < size.least_gain:
+            break
+    models = [learned(rows, way, size, steps=steps, rate=rate, seed=n) for n in range(size.models)]
     for pairs in size.pairs:
-        results = [recall_of(model, pairs, size.answers) for model in models]
-        share_of_bytes = results[0][1] / (token_bytes * (pairs + min(pairs, MAX_ASKED)))
-        recalls = [recall for recall, _ in results]
-        rows.add_values(way, setting | {"pairs": pairs}, share=[share_of_bytes], right=recalls)
-
-
-def pool_recall(rows: Results, size: Size) -> None:
-    """Append each way's recall over all of its models, where every number of pairs counts alike, and
-    over those with half as many slots as pairs, beside full attention's of as many pairs."""
-    # What is pooled was measured under these conditions:
-    rows.conditions = rows.find("full", "right", pairs=size.pairs[0])["conditions"]
-    for way in rows.ways_due(WAYS, "every"):
-        means = []
-        for slots in size.slots:
-            recalls = [rows.find(way, "right", slots=slots, pairs=n)["values"] for n in size.pairs]
-            means += [statistics.mean(of_one_model) for of_one_model in zip(*recalls, strict=True)]
-        rows.add_values(way, {}, every=means)
-    for way in rows.ways_due([*WAYS, "full"], "half"):
-        recalls = []
-        for slots in size.slots:
-            setting = {} if way == "full" else {"slots": slots}
-            row = rows.find(way, "right", **setting, pairs=2 * slots)
-            recalls += row["values"] if row else []
-        rows.add_values(way, {}, half=recalls)
+        rows.add_values(way, {"pairs": pairs}, right=[recalls[pairs] for recalls in models])
+    _, nbytes = recall_of(build_model(way, SLOTS, 0), PAIRS, 1)
+    rows.add_values(way, {}, bytes=[nbytes], rate=[rate], steps=[steps])
 
 
 def measure(rows: Results, quick: bool) -> None:
-    """Append what is missing: full attention, and each way at each number of slots."""
+    """Append what is missing of each way."""
     size, rows = QUICK if quick else Size(), rows.at(**LOOKING_UP)
     rows.set_model_conditions(
         "two layers of GPT-2, trained from scratch to look up keys",
-        build_model("full", 1, 0, size.positions),
-        f"{size.steps} steps of {POSITIONS_PER_STEP:,} positions, seeds: {size.seeds}, one learning rate",
+        build_model("full", SLOTS, 0),
+        f"steps of {POSITIONS_PER_STEP:,} positions, from {size.steps} on doubled until recall gains "
+        f"less than {size.least_gain:.0%}; the learning rate that is best after {2 * size.steps:,}; "
+        f"seeds: {size.models}",
     )
-    most_pairs = size.pairs[-1]
-    if rows.ways_due(["full"], "right", pairs=most_pairs):
-        measure_recall(rows, "full", {}, size)
-    for slots in size.slots:
-        for way in rows.ways_due(WAYS, "right", slots=slots, pairs=most_pairs):
-            measure_recall(rows, way, {"slots": slots}, size)
-    pool_recall(rows, size)
+    for way in rows.ways_due(WAYS, "steps"):
+        measure_recall(rows, way, size)
 
 
 main = partial(
