@@ -171,7 +171,13 @@ def compare_rules(results: Results, way: str, others: dict[str, str]) -> Answer:
     at=LOOKING_UP,
 )
 def our_rule(results: Results) -> Answer:
-    return compare_rules(results, "ours", {"sum": "the sum", "sum-mk": "the sum read through MK"})
+    answer, sentence, figures = compare_rules(results, "ours", {"sum": "the sum"})
+    through_mk = results.figure("sum-mk", "right", steps=12800)
+    return (
+        answer,
+        sentence,
+        f"{figures}; read through MK, the sum finds {through_mk} after 12,800 steps, and more help",
+    )
 
 
 @question(
