@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt_bounded_cache import BCT, GPT, BCTConfig, GPTConfig
+from gpt_bounded_cache import GPT
 from studies.bounding.claims import LOOKING_UP
 from studies.lengths import study as lengths
 from studies.recall import study as recall
@@ -115,20 +115,14 @@ def test_an_interrupted_study_goes_on_to_the_same_rows(
 
 
 def test_filled_caches_have_the_bytes_and_the_position_of_read_ones() -> None:
-    geometry = lengths.SMALL_GEOMETRY | {"n_ctx": 64}
-    plain, bct = GPT(GPTConfig(**geometry)), BCT(BCTConfig(**geometry, slots=4))
-    ways = [
-        (plain, lengths.growing_cache),
-        (plain, lengths.preallocated_cache),
-        (bct, lengths.bct_memory),
-    ]
+    ways = lengths.ways_of(lengths.Size.quick().geometry | {"n_ctx": 64})
     ids = torch.zeros(1, 20, dtype=torch.long)
-    for model, filled in ways:
-        cache = filled(model, 20)
+    for name, (model, make_cache) in ways.items():
+        cache = make_cache(20)
         assert len(cache) == int(cache.positions(1)) == 20
-        if filled is not lengths.preallocated_cache:
+        if name != "preallocated":
             read = model.new_cache()
             model(ids, read)
             assert read.nbytes == cache.nbytes
-        assert lengths.milliseconds_per_token(model, filled, 20, 0) > 0
+        assert lengths.milliseconds_per_token(model, make_cache, 20, 0) > 0
         assert model(ids[:, :1], cache).isfinite().all()
