@@ -146,12 +146,12 @@ def fail_in_layer(model: nn.Module, ids: Tensor, cache: object, layer: int) -> N
     reading what it left gives NaN, with a mask or without one."""
     __tracebackhide__ = True
 
-    def fail(*_: object) -> None:
+    def run_out_of_memory(*_: object) -> None:
         raise MemoryError
 
     hooks = [
         model.wte.register_forward_hook(lambda module, args, x: x * float("nan")),
-        model.h[layer].mlp.register_forward_hook(fail),
+        model.h[layer].mlp.register_forward_hook(run_out_of_memory),
     ]
     instead = "nothing fails"
     try:
