@@ -30,7 +30,6 @@ METRICS = (
         tps=".3g",
         total=".1f",
         end_to_end=".3g",
-        read_ms=".1f",
     )
     | metrics("exact", threshold=".3f")
     | metrics("series", cache_error=".2f")

@@ -22,8 +22,6 @@ time                        of a text, over OverFill's in the same turn (by=form
                             cost formula)
 first_ms, tps               milliseconds to the first token; tokens/s after it
 total, end_to_end           seconds of a text, and its tokens over them
-read_ms                     milliseconds of a refresh: the teacher's pass over k new tokens, the
-                            splice, and the student's query after it
 threshold                   the threshold with which a gate fires as often as its name says
 area                        area under the ROC curve with which a signal finds the tokens where the
                             models differ most
@@ -32,6 +30,7 @@ cache_error, kl             along texts that all ways read: |C_S - C_T| / |C_T| 
 """
 
 import argparse
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -57,6 +56,7 @@ from overfill import (
     MonteCarloDropout,
     Policy,
     ProbeKL,
+    Refresh,
     RefreshedPair,
     parse_policy,
 )
@@ -74,7 +74,6 @@ from studies.core import (
 )
 from studies.refreshing.claims import COPY, SIZED, cost_formula, periodic_time, speculative_time
 from studies.results import Results, Setting
-from studies.showing import points_over
 from support.printing import end_tokens_of
 from support.statistics import area_under_roc, kl, repetition
 from support.texts import rows_of_tokens
@@ -95,23 +94,7 @@ WAYS_ALONG_A_TEXT = ("none", "periodic:64", "windowed-listing:64:16", "speculati
 SIZED_WAYS = (*BASELINES, "periodic:256", "periodic:128", "periodic:64", "speculative:8")
 
 
-class Size(NamedTuple):
-    """How many tokens are written after how many prompts, and how often each text is timed."""
-
-    new_tokens: int = 1000
-    prompts: int = 50
-    turns: int = 9
-
-    @classmethod
-    def quick(cls) -> "Size":
-        return cls(72, 4, 1)
-
-
-FULL_SIZE = Size()
-
-
-@dataclass(frozen=True)
-class Student:
+class Student(NamedTuple):
     """A student, and what is measured of it."""
 
     name: str
@@ -119,27 +102,24 @@ class Student:
     sampled: Sequence[str]  # ways
     greedy: Sequence[str] = ()
     along: Sequence[str] = ()  # one text that all of these read
-    is_timed: bool = False
-    size: Size = FULL_SIZE
+    turns: int = 0  # in which its ways are timed
+    prompts: int = 50
+    new_tokens: int = 1000
 
 
 STUDENTS = (
-    Student(
-        "pocket-student", {"trained": "segments"}, USUAL_WAYS, (), WAYS_ALONG_A_TEXT, is_timed=True
-    ),
+    Student("pocket-student", {"trained": "segments"}, USUAL_WAYS, (), WAYS_ALONG_A_TEXT, turns=9),
     Student(
         "pocket-student",
         {"trained": "segments", "texts": 200},
         BASELINES,
         BASELINES,
-        size=Size(prompts=200),
+        prompts=200,
     ),
     Student("pocket-student-alone", {"trained": "alone"}, FEW_WAYS),
     Student("pocket-student-prompt", {"trained": "prompts"}, FEW_WAYS),
     # Trained with a dropout of 0.1, which is MonteCarloDropout's own rate.
-    Student(
-        "pocket-student-dropout", {"trained": "dropout"}, ("none", "dropout:8~7.8"), is_timed=True
-    ),
+    Student("pocket-student-dropout", {"trained": "dropout"}, ("none", "dropout:8~7.8"), turns=9),
 )
 REAL_STUDENT = Student(  # a copy of the real model
     f"{REAL_MODEL}:int5",
@@ -147,7 +127,8 @@ REAL_STUDENT = Student(  # a copy of the real model
     (*BASELINES, "periodic:64"),
     BASELINES,
     WAYS_ALONG_A_TEXT[:2],
-    size=Size(192, 12),
+    prompts=12,
+    new_tokens=192,
 )
 
 
@@ -374,14 +355,11 @@ def add_cache_errors(texts: Texts, ways: Sequence[str], prompt_count: int) -> No
 
 def add_times(
     texts: Texts, ways: Sequence[str], prompt_count: int, turns: int
-) -> dict[str, RefreshedPair]:
-    """Append the times of the ways that have none yet, and of the teacher's passes over k new tokens.
-    The ways take turns with OverFill, which keeps the rows that it has. Return the last pair that
-    wrote, by way."""
+) -> dict[str, list[list[Refresh]]]:
+    """Append the times of the ways that have none yet. The ways take turns with OverFill, which keeps
+    the rows that it has. Return, by way, the refreshes of each turn's text."""
     rows, setting = texts.rows, texts.setting
     due = rows.ways_due(ways, "time", **setting)
-    if not due:
-        return {}
 
     def write_once(way: str, turn: int) -> tuple[TimedText, RefreshedPair | None]:
         """Write one sampled text, after the prompt of this turn."""
@@ -390,12 +368,12 @@ def add_times(
         return time_text(lambda: tokens), pair
 
     runs = {way: partial(write_once, way) for way in dict.fromkeys(["none", *due])}
-    timed_runs = run_in_turns(runs, turns)
-    overfill_seconds = np.array([text.total_seconds for text, _ in timed_runs["none"]])
-    pairs, read_ms = {}, {}
+    timed_runs = run_in_turns(runs, turns if due else 0)
+    refreshes = {}
     for way in due:
         first_seconds = np.array([text.first_token_seconds for text, _ in timed_runs[way]])
         total_seconds = np.array([text.total_seconds for text, _ in timed_runs[way]])
+        overfill_seconds = [text.total_seconds for text, _ in timed_runs["none"]]
         rows.add_values(
             way,
             setting,
@@ -405,32 +383,30 @@ def add_times(
             total=total_seconds,
             end_to_end=texts.new_tokens / total_seconds,
         )
-        for _, pair in timed_runs[way]:
-            if pair:
-                pairs[way] = pair
-            if way.startswith(("periodic", "speculative")):
-                for refresh in pair.refreshes:
-                    read_ms.setdefault(refresh.tokens_read, []).append(1e3 * refresh.seconds)
-    for tokens_read, ms in sorted(read_ms.items()):
-        rows.add_values("teacher", setting | {"k": tokens_read}, read_ms=ms)
-    return pairs
+        refreshes[way] = [pair.refreshes for _, pair in timed_runs[way] if pair]
+    return refreshes
 
 
-def add_predicted_times(texts: Texts, pairs: dict[str, RefreshedPair]) -> None:
+def add_predicted_times(texts: Texts, refreshes: dict[str, list[list[Refresh]]]) -> None:
     """Append the time of every way by the source's cost model, in units of OverFill's, the
     prompt's prefill included: N / TPS + the sum of prefill(k_r), the student's decoding and the
-    teacher's passes over k_r tokens each. prefill(k) is the line through the times of these passes.
+    teacher's passes over k_r tokens each. prefill(k) is the line through the times of refreshes: the
+    teacher's pass over k tokens, the splice, and the student's query after it.
 
     Source: section "Why is it cheap?".
     """
-    rows, setting = texts.rows, texts.setting
-    points = [point[:2] for point in points_over(rows, "teacher", "read_ms", "k", setting)]
-    overfill_ms = 1e3 * rows.figure("none", "total", **setting).value
-    line = np.polyfit(*zip(*points, strict=True), 1)
-    for way, pair in pairs.items():
-        prefill_ms = np.polyval(line, [refresh.tokens_read for refresh in pair.refreshes])
-        predicted = 1 + prefill_ms.sum() / overfill_ms
-        rows.add_values(way, setting | {"by": "formula"}, time=[predicted])
+    seconds: dict[int, list[float]] = {}  # by tokens read
+    for refresh in itertools.chain(*itertools.chain(*refreshes.values())):
+        seconds.setdefault(refresh.tokens_read, []).append(refresh.seconds)
+    if not seconds:
+        return
+    line = np.polyfit([*seconds], [*map(np.median, seconds.values())], 1)
+    overfill_seconds = texts.rows.figure("none", "total", **texts.setting).value
+    for way, of_turns in refreshes.items():
+        for last in of_turns[-1:]:
+            prefill_seconds = np.polyval(line, [refresh.tokens_read for refresh in last])
+            predicted = 1 + prefill_seconds.sum() / overfill_seconds
+            texts.rows.add_values(way, texts.setting | {"by": "formula"}, time=[predicted])
 
 
 # --- The study --------------------------------------------------------------------------------------
@@ -497,14 +473,14 @@ def measure_at_size(rows: Results, quick: bool) -> None:
     add_predicted_times(texts, add_times(texts, SIZED_WAYS, 1, turns))
 
 
-def texts_of(rows: Results, args: argparse.Namespace, student: Student, size: Size) -> Texts:
+def texts_of(rows: Results, args: argparse.Namespace, student: Student) -> Texts:
     """Return what a student writes, and after which prompts, with the conditions of its rows."""
     teacher, student_model, tokenizer = load_pair(
         args.model, student.name, device=args.device, dtype=args.dtype
     )
     overfill.check_pair(teacher, student_model)
-    room = min(teacher.config.n_ctx, student_model.config.n_ctx) - size.new_tokens
-    prompts = load_prompts(args.model, tokenizer, args.prompts, size.prompts, room)
+    room = min(teacher.config.n_ctx, student_model.config.n_ctx) - student.new_tokens
+    prompts = load_prompts(args.model, tokenizer, args.prompts, student.prompts, room)
     prompts = {split: ids.to(args.device) for split, ids in prompts.items()}
     models = {"teacher": teacher, "student": student_model}
     end_ids = () if args.model.startswith("pocket") else end_tokens_of(tokenizer)
@@ -513,27 +489,28 @@ def texts_of(rows: Results, args: argparse.Namespace, student: Student, size: Si
         args.model,
         teacher,
         f"student {student.name}: {parameter_count_text(student_model)}",
-        f"{text_count} held-out prompts of {prompt_length} tokens, {size.new_tokens:,} new tokens, "
+        f"{text_count} held-out prompts of {prompt_length} tokens, {student.new_tokens:,} new tokens, "
         "sampled at temperature 1" + (", or greedy" if student.greedy else ""),
     )
-    return Texts(rows, models, prompts, size.new_tokens, student.setting, end_ids, tokenizer)
+    return Texts(rows, models, prompts, student.new_tokens, student.setting, end_ids, tokenizer)
 
 
 def measure(rows: Results, args: argparse.Namespace, students: Sequence[Student]) -> None:
     """Measure every figure that has no row yet."""
     for student in students:
-        size = Size.quick() if args.quick else student.size
-        texts = texts_of(rows, args, student, size)
+        if args.quick:
+            student = student._replace(prompts=4, new_tokens=72, turns=min(1, student.turns))
+        texts = texts_of(rows, args, student)
         ways, along = student.sampled, student.along
         if geometry_difference(*texts.models.values()):  # caches that can't be spliced
             ways, along = [way for way in ways if way not in PUBLISHED], ()
         add_quality(texts, ways, "sampled")
-        add_cache_errors(texts, along, min(size.prompts, 12))
+        add_cache_errors(texts, along, min(student.prompts, 12))
         add_quality(texts, student.greedy, "greedy")
         if student.setting["trained"] == "dropout":
             add_signal_areas(texts)
-        if student.is_timed:
-            add_times(texts, ways, 3, size.turns)
+        if student.turns:
+            add_times(texts, ways, 3, student.turns)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -547,7 +524,7 @@ def main(argv: list[str] | None = None) -> None:
             likewise = STUDENTS[0] if args.prompts or args.model == "pocket" else REAL_STUDENT
             name = args.student or default_student(args.model)
             setting = {"model": args.model, "trained": "segments"}
-            students = [replace(likewise, name=name, setting=setting)]
+            students = [likewise._replace(name=name, setting=setting)]
         difference = "run of other models or prompts" if others else ""
         at_size = args.model == "pocket" and not others
         beyond = [] if at_size else [periodic_time, speculative_time, cost_formula]
