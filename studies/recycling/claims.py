@@ -22,7 +22,7 @@ METRICS = metrics(
     depth=".2f",
     similarity=".2f",
     near=".0%",
-) | metrics("exact", answers=".0f", tokens=".0f", reused=".0f", read=".0f")
+) | metrics("exact", answers=".0f")
 USUAL = {"model": "pocket", "order": "interleaved"}
 SMOLLM2, SOURCE_SIZE = {"model": "smollm2"}, {"model": "355M"}
 NAMES = {"others": "cold answers to each other"}

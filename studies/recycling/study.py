@@ -16,7 +16,6 @@ alpha                       the slope of that share over k/m (k of m tokens reus
                             section 5.5
 depth                       k/m
 answers                     how many equal the cold run's, token for token
-tokens, reused, read        tokens of the prompts, found in the store, and fed to the model
 similarity                  of an answer's embedding to the cold answer's; others: of cold answers
                             to each other
 near                        similarity on a scale from 0, as cold answers to each other, to 1, equal
@@ -25,7 +24,7 @@ Source: Pandey, "KV Cache Recycling to Expand Usable Context Capacity in Low Par
 """
 
 import argparse
-import time
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -61,7 +60,7 @@ from support.printing import end_tokens_of
 from support.statistics import interval
 from support.store import Store
 from support.texts import read_questions, read_texts
-from support.timing import run_in_turns, time_call, time_text
+from support.timing import TimedText, run_in_turns, time_call, time_text
 
 WAYS = {"cold": "cold", "recycled": "longest", "published": "published"}  # recycle.py's names
 ENCODER = "all-MiniLM-L6-v2"  # of the recorded embeddings
@@ -71,13 +70,10 @@ AnswersByWay = dict[tuple[str, str], list["Answer"]]  # by way and prompt, turn 
 
 
 class Answer(NamedTuple):
-    """What was written after a prompt, and what it took."""
+    """What was written after a prompt, and how many tokens of the prompt were reused."""
 
-    ids: list[int]
-    first_ms: float
-    last_ms: float
-    reused: int  # tokens of the prompt
-    read: int
+    text: TimedText
+    reused: int
 
 
 def recorded_encoder() -> Callable[[Sequence[str]], np.ndarray]:
@@ -102,16 +98,8 @@ class Trial:
     def answer(self, way: str, text: str, turn: int = 0) -> Answer:
         """Answer a prompt; its times include retrieval and restoring."""
         prompt = self.recycler, WAYS[way], text
-        retrieval_seconds, cache = time_call(lambda: cache_by(*prompt))
-        reused = len(cache)
-        timed = time_text(lambda: generate_by(*prompt, cache, self.max_new_tokens))
-        return Answer(
-            timed.ids,
-            1e3 * (retrieval_seconds + timed.first_token_seconds),
-            1e3 * (retrieval_seconds + timed.total_seconds),
-            reused,
-            len(cache) - reused - (len(timed.ids) - 1),  # the last token of an answer isn't read
-        )
+        timed = time_text(lambda: generate_by(*prompt, cache_by(*prompt), self.max_new_tokens))
+        return Answer(timed, len(cache_by(*prompt)))
 
     def store_and_answer(self, stored: Sequence[str], order: str, turns: int) -> AnswersByWay:
         """Store the caches of some prompts and answer others. order: "interleaved"; or "source",
@@ -139,6 +127,7 @@ def measure_chat(rows: Results, recycler: Recycler, setting: dict, turns: int) -
     store, tokenizer = recycler.store, recycler.tokenizer
     text, questions = read_texts()[CHAT_TEXT], read_questions()[CHAT_TEXT]
     form = chat_form(tokenizer, f"Answer questions about this text.\n\n{text}")
+    end_ids = end_tokens_of(tokenizer)
     ids: list[int] = []
     store.clear()
     milliseconds: dict[str, list[float]] = {"cold": [], "recycled": []}
@@ -146,18 +135,17 @@ def measure_chat(rows: Results, recycler: Recycler, setting: dict, turns: int) -
         ids = ids + encode_in_form(form.later if ids else form.first, turn.question, tokenizer)
         prompt = torch.tensor([ids], device=store.model.wte.weight.device)
         for way in milliseconds:
-            started = time.perf_counter()
-            cache = store.get(ids) if way == "recycled" else store.model.new_cache()
-            tokens = generate(
-                store.model, prompt, 24, stop_ids=end_tokens_of(tokenizer), cache=cache
+            seconds, cache = time_call(
+                partial(store.get, ids) if way == "recycled" else store.model.new_cache
             )
-            answer = [int(next(tokens))]
-            milliseconds[way].append(1e3 * (time.perf_counter() - started))
-        answer += [int(token) for token in tokens]  # of the recycled one
-        store.put([*ids, *answer], cache)
-        ids = ids + [token for token in answer if token not in end_tokens_of(tokenizer)]
+            answer = time_text(
+                partial(generate, store.model, prompt, 24, stop_ids=end_ids, cache=cache)
+            )
+            milliseconds[way].append(1e3 * (seconds + answer.first_token_seconds))
+        store.put([*ids, *answer.ids], cache)  # the recycled one
+        ids = ids + [token for token in answer.ids if token not in end_ids]
     for way, times in milliseconds.items():
-        rows.add_values(way, setting, first=times[1:], tokens=[len(ids)])
+        rows.add_values(way, setting, first=times[1:])
 
 
 def slope(points: np.ndarray) -> np.ndarray:
@@ -180,14 +168,16 @@ def add_answers(rows: Results, trial: Trial, answers_by_way: AnswersByWay, setti
     vectors = {}
     for way in WAYS:  # cold first
         turns_by_prompt = [answers_by_way[way, text] for text in trial.tests]
-        answers = [turns[0] for turns in turns_by_prompt]
-        times = [[(turn.first_ms, turn.last_ms) for turn in turns] for turns in turns_by_prompt]
-        first, latency = np.median(times, axis=1).T
+        written = [turns[0].text.ids for turns in turns_by_prompt]
+        seconds = [
+            [(answer.text.first_token_seconds, answer.text.total_seconds) for answer in turns]
+            for turns in turns_by_prompt
+        ]
+        first, latency = 1e3 * np.median(seconds, axis=1).T
         if way == "cold":
-            cold_ids, cold_latency = [answer.ids for answer in answers], latency
+            cold_written, cold_latency = written, latency
         saved = 1 - latency / cold_latency
-        reused = [answer.reused for answer in answers]
-        depth = np.divide(reused, lengths)
+        depth = np.divide([turns[0].reused for turns in turns_by_prompt], lengths)
         rows.add_values(
             way,
             setting,
@@ -195,14 +185,11 @@ def add_answers(rows: Results, trial: Trial, answers_by_way: AnswersByWay, setti
             latency=latency,
             saved=saved,
             depth=depth,
-            answers=[sum(answer.ids == ids for answer, ids in zip(answers, cold_ids, strict=True))],
-            tokens=[sum(lengths)],
-            reused=[sum(reused)],
-            read=[sum(answer.read for answer in answers)],
+            answers=[sum(map(operator.eq, written, cold_written))],
         )
         alpha = interval(np.stack([depth, saved], 1), slope)
-        rows.add_figures(way, setting, len(answers), alpha=alpha)
-        texts = [trial.recycler.tokenizer.decode(answer.ids) for answer in answers]
+        rows.add_figures(way, setting, len(written), alpha=alpha)
+        texts = [trial.recycler.tokenizer.decode(ids) for ids in written]
         vectors[way] = trial.recycler.encoder([text.removesuffix(END_OF_TEXT) for text in texts])
     add_similarity(rows, vectors, setting)
 
@@ -266,13 +253,9 @@ def main(argv: list[str] | None = None) -> None:
         size, config = size_of(args), model.config
         prompt_lengths(recycler, tests, size.new_tokens)  # refuses prompts that are too long
         trial = Trial(recycler, tests, size.new_tokens)
-        rows = open_results(
-            "recycling",
-            args,
-            RECORDED_MODELS,
-            "" if "DialoGPT-medium" in args.model else None,
-            beyond=[latency, never_slower],
-        )
+        difference = "" if "DialoGPT-medium" in args.model else None
+        beyond = [latency, never_slower]
+        rows = open_results("recycling", args, RECORDED_MODELS, difference, beyond=beyond)
         rows.set_model_conditions(
             name,
             model,
