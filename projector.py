@@ -583,7 +583,7 @@ def generate_warm(
 
 # --- One question, and a demo ---------------------------------------------------------------------
 
-# Made by python3 -m studies.projection --kinds quiz.
+# Made by python3 -m studies.projection.
 QUIZ_LIBRARY = Path(__file__).resolve().parent / "data" / "quiz_library"
 PROPOSED, OURS = "proposed", "ours"  # folders in it, and names of the ways
 GOOD_KL = 0.05  # nats, the proposal's threshold

@@ -136,7 +136,6 @@ BAD = {  # a command, and what its sentence must hold
     "paged --max-new-tokens 5000": "5000 more context of",
     "speculate write --draft 0": "--draft at least 1 '0'",
     "gpt_kv_cache --chat": "unrecognized arguments: --chat",
-    "studies.projection --pairs pairs.csv --kinds quiz": "--pairs --kinds",
 }
 
 

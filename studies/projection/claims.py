@@ -11,8 +11,8 @@ SOURCE = Source(
 )
 COMMANDS = ("projection", "projection --model smollm2")
 METRICS = (
-    metrics("mean", kl=".2f", reverse=".2f", rise=".2f")
-    | metrics("mean", low=".0%", good=".0%", lost=".0%", f1=".0%", saved=".0%")
+    metrics("mean", kl=".2f", reverse=".2f")
+    | metrics("mean", low=".0%", good=".0%", lost=".0%", saved=".0%")
     | metrics("median", eighth_ms=".0f")
     | metrics("exact", from_summary=".1f", area=".2f", penalty=".4g")
 )

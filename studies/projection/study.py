@@ -2,8 +2,8 @@
 capitals, or on four kinds of prompts of the pocket world, and what its thresholds say.
 
 `python3 -m studies.projection` takes two and a half hours and goes on where it was interrupted;
-`--quick` takes a minute; `--kinds quiz` measures one kind of prompts; `--model smollm2` measures
-questions about capitals, of a model that knows them.
+`--quick` takes a minute; `--model smollm2` measures questions about capitals, of a model that knows
+them.
 
 Ways (ways.py has them all): written and proposed are the proposal, with stage 1 as its text has it
 and with a smaller one, over segments; raw-1:16 is ours, 1 summary token of the similar prompt,
@@ -19,9 +19,7 @@ kl, reverse                 KL(cold || warm) of the first token in nats; KL(warm
                             source asks for
 low, good                   share of prompts with kl <= 0.05; share with that, or reverse <= 0.05,
                             or the following text's perplexity at most 5% higher
-rise                        how much that text's mean loss is higher, in nats a token
-lost, f1                    by how much the answer's exact match, or ROUGE-L, is lower; by how much
-                            its F1, which of a word or two is ROUGE-L's
+lost                        by how much the answer's exact match, or ROUGE-L, is lower
 saved                       share of the time to the first token that is saved, retrieval included
 eighth_ms                   time to the eighth token in milliseconds
 from_summary                how many of these eight tokens are written from summary tokens
@@ -150,19 +148,18 @@ def choose_tau(trial: Trial) -> tuple[float, float | None]:
     return float(best_tau), area_under_roc(positives, negatives)
 
 
-def score_answer(trial: Trial, prompt: Prompt, *first_tokens: int) -> np.ndarray:
+def score_answer(trial: Trial, prompt: Prompt, *first_tokens: int) -> float:
     """Return the exact match of a greedy answer, up to the end of the line, or ROUGE-L if answers
-    are long; and ROUGE-L. It is written with the exact cache, after first_tokens if these have been
-    emitted already."""
+    are long. It is written with the exact cache, after first_tokens if these have been emitted
+    already."""
     max_tokens = (80 if trial.long_answers else 24) - len(first_tokens)
     ids, stop_ids = trial.batch_of([*prompt.ids, *first_tokens]), end_tokens_of(trial.tokenizer)
     written = generate(trial.model, ids, max_tokens, stop_ids=stop_ids)
     tokens = itertools.chain(map(torch.tensor, first_tokens), written)
     if trial.long_answers:
         text = trial.tokenizer.decode([*map(int, tokens)]).partition(END_OF_TEXT)[0]
-        return np.repeat(rouge_l(text, prompt.answer), 2)
-    text = first_line(tokens, trial.tokenizer)
-    return np.array([text == prompt.answer, rouge_l(text, prompt.answer)])
+        return rouge_l(text, prompt.answer)
+    return float(first_line(tokens, trial.tokenizer) == prompt.answer)
 
 
 @torch.no_grad()
@@ -174,30 +171,28 @@ def continuation_loss(trial: Trial, prompt: Prompt, cache: KVCache, tail: int) -
     return float(cross_entropy(logits.float(), ids[0, tail:]))
 
 
-def first_token_error(prompt: Prompt, logits: Tensor) -> dict[str, float]:
-    """Return how far the logits of a prompt's first token are from the exact ones."""
-    exact = prompt.exact.logits
+def first_token_metrics(
+    trial: Trial, way: Way, prompt: Prompt, start: Tensor, worth: bool
+) -> dict[str, float]:
+    """Return the error of the first token that a way has from what it stores. worth: also whether it
+    is good, and what the answer loses by it."""
+    logits, exact = trial.first_logits(way, start, prompt), prompt.exact.logits
     kl, reverse = float(divergence(exact, logits)), float(divergence(logits, exact))
-    return {"kl": kl, "reverse": reverse, "low": kl <= GOOD_LIMIT}
-
-
-def first_token_worth(trial: Trial, way: Way, prompt: Prompt, start: Tensor) -> dict[str, float]:
-    """Return the error of the first token that a way has from what it stores, whether it is good,
-    and what the text and the answer lose by it."""
-    logits = trial.first_logits(way, start, prompt)
-    metrics = first_token_error(prompt, logits)
-    metrics["good"] = min(metrics["kl"], metrics["reverse"]) <= GOOD_LIMIT
+    metrics = {"kl": kl, "reverse": reverse, "low": kl <= GOOD_LIMIT}
+    if not worth:
+        return metrics
+    metrics["good"] = min(kl, reverse) <= GOOD_LIMIT
     if way.layout:
         warm_cache = trial.warm_cache(way.layout, start, prompt)
         warm_loss = continuation_loss(trial, prompt, warm_cache, way.layout.tail)
         exact_cache = prefilled_cache(trial.model, prompt.ids[:-1])
-        metrics["rise"] = warm_loss - continuation_loss(trial, prompt, exact_cache, 1)
-        metrics["good"] |= math.expm1(metrics["rise"]) <= GOOD_LIMIT
+        rise = warm_loss - continuation_loss(trial, prompt, exact_cache, 1)
+        metrics["good"] |= math.expm1(rise) <= GOOD_LIMIT
     if prompt.answer:
-        lost, first_token = np.zeros(2), int(logits.argmax())
-        if first_token != int(prompt.exact.logits.argmax()):
+        metrics["lost"], first_token = 0.0, int(logits.argmax())
+        if first_token != int(exact.argmax()):
             lost = score_answer(trial, prompt) - score_answer(trial, prompt, first_token)
-        metrics["lost"], metrics["f1"] = lost
+            metrics["lost"] = lost
     return metrics
 
 
@@ -224,14 +219,10 @@ def measure_ways(
             continue
         sources = [*dict.fromkeys(source for _, source in covered)]
         starts = dict(zip(sources, way.starts(sources), strict=True))
-        measured = []
-        for prompt, source in covered:
-            start = starts[source]
-            if worth:
-                measured.append(first_token_worth(trial, way, prompt, start))
-            else:
-                logits = trial.first_logits(way, start, prompt)
-                measured.append(first_token_error(prompt, logits))
+        measured = [
+            first_token_metrics(trial, way, prompt, starts[source], worth)
+            for prompt, source in covered
+        ]
         columns = {metric: [metrics[metric] for metrics in measured] for metric in measured[0]}
         add_metrics(rows, name, setting, [prompt for prompt, _ in covered], **columns)
 
@@ -446,16 +437,13 @@ def kinds_of(args: argparse.Namespace) -> dict[str, Splits]:
     """Return the families of prompts that are measured, by kind. Raises ValueError if the model
     knows nothing of them."""
     max_families = (QUICK if args.quick else FULL).max_families
-    is_of_pocket = args.model in ("pocket", "pocket-llama")
     default_pairs = CAPITALS if args.model == REAL_MODEL else None
     pairs = Path(args.pairs) if args.pairs else default_pairs
-    if args.kinds and not is_of_pocket:
-        raise ValueError(f"--kinds needs pocket's world, which {args.model} doesn't know")
-    if not is_of_pocket and pairs is None:
-        raise ValueError(f"{args.model} doesn't know the pocket world: give --pairs FILE")
     if pairs:
         return {pairs.stem: read_pairs(pairs, args.seed, max_families)}
-    kinds = args.kinds or (["quiz"] if args.quick else POCKET_KINDS)
+    if args.model not in ("pocket", "pocket-llama"):
+        raise ValueError(f"{args.model} doesn't know the pocket world: give --pairs FILE")
+    kinds = ["quiz"] if args.quick else POCKET_KINDS
     return {kind: pocket_families(kind, args.seed, max_families) for kind in kinds}
 
 
@@ -487,11 +475,7 @@ def measure(
 def main(argv: list[str] | None = None) -> None:
     models = f"pocket, pocket-llama or {REAL_MODEL}; with --pairs FILE also {NAMES}"
     cli = StudyLine(__doc__, "projection", "few families", models=models)
-    prompts = cli.add_mutually_exclusive_group()
-    prompts.add_argument(
-        "--kinds", nargs="+", choices=POCKET_KINDS, metavar="KIND", help="kinds of pocket's prompts"
-    )
-    prompts.add_argument(
+    cli.add_argument(
         "--pairs",
         metavar="FILE",
         help="CSV of your own similar prompts, for any model: source, target, optionally answer; a prompt "
