@@ -1,6 +1,5 @@
 """What a study shows of its results: a table, and figures."""
 
-import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,7 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from studies.judging import Missing
+import numpy as np
+
+from studies.judging import Figure, Missing
 from studies.results import Results, Setting
 from support.figures import line_style
 from support.figures import write_figure as draw_figure
@@ -55,12 +56,10 @@ class Layout:
 
 
 class Point(NamedTuple):
-    """A point of a curve: x, y with its interval if that is known, and a name for the point."""
+    """A point of a curve, and a name for it."""
 
     x: float
-    y: float
-    low: float = -math.inf
-    high: float = math.inf
+    y: Figure
     name: str = ""
 
 
@@ -120,31 +119,24 @@ def table_of(results: Results) -> list[str | Table]:
     return [layout.title, Table(["", *(column.title for column in shown)], table_rows)]
 
 
-def points_over(results: Results, way: str, metric: str, key: str, setting: Setting) -> list[Point]:
-    """Return the points of a way's metric, with intervals, over `key`, a part of the setting."""
-    points = []
-    for row in results.rows.values():
-        point_setting = setting | {key: row["setting"].get(key)}
-        if results.find(way, metric, **point_setting) is row:
-            y = results.figure(way, metric, **point_setting)
-            points.append(Point(point_setting[key], y.value, y.low, y.high))
-    return sorted(points)
-
-
 def points_of(
     results: Results, way: str, definition: dict[str, Any], setting: Setting
 ) -> list[Point]:
     """Return the points of a way in a figure."""
-    if "over" in definition:
-        return points_over(results, way, definition["y"], definition["over"], setting)
+    metric, over = definition["y"], definition.get("over")
+    if over:
+        places = {row["setting"].get(over) for row in results.rows.values()} - {None}
+        settings = [(place, setting | {over: place}) for place in sorted(places)]
+        measured = [(x, there) for x, there in settings if results.find(way, metric, **there)]
+        return [Point(x, results.figure(way, metric, **there)) for x, there in measured]
     try:
-        y = results.figure(way, definition["y"], **setting)
+        y = results.figure(way, metric, **setting)
         if "x" not in definition:
-            return [Point(x, value) for x, value in enumerate(y.values, 1)]
+            return [Point(x, Figure(value)) for x, value in enumerate(y.values, 1)]
         x = results.figure(way, definition["x"], **setting)
     except Missing:
         return []
-    return [Point(x.value, y.value, y.low, y.high, *re.split("[:~]", way, maxsplit=1)[1:])]
+    return [Point(x.value, y, *re.split("[:~]", way, maxsplit=1)[1:])]
 
 
 def curves_of(results: Results, definition: dict[str, Any]) -> Curves:
@@ -186,13 +178,12 @@ def plot_curves(curves: Curves, kinds: dict[str, int], axes: Any) -> None:
         step = max(1, len(points) // 10)  # in a long series only some points have a marker
         if step > 1:
             style["linestyle"] = "-"
-        x, y = [point.x for point in points], [point.y for point in points]
-        axes.plot(x, y, **style, markersize=5, markevery=step, linewidth=1, label=label)
-        if all(math.isfinite(point.low + point.high) for point in points):
-            spread = [[p.y - p.low for p in points], [p.high - p.y for p in points]]
-            axes.errorbar(x, y, spread, fmt="none", capsize=2, ecolor=style["color"])
-        for point in points if len(points) > 1 else []:
-            place, offset = (point.x, point.y), (4, 3)
+        values, lows, highs = np.array([[y.value, y.low, y.high] for _, y, _ in points]).T
+        spread = [values - lows, highs - values] if np.isfinite(lows).all() else None
+        style |= {"markersize": 5, "markevery": step, "linewidth": 1, "capsize": 2}
+        axes.errorbar([point.x for point in points], values, spread, **style, label=label)
+        for x, y, name in points if len(points) > 1 else []:
+            place, offset = (x, y.value), (4, 3)
             axes.annotate(
-                point.name, place, offset, "data", "offset points", color=style["color"], fontsize=9
+                name, place, offset, "data", "offset points", color=style["color"], fontsize=9
             )

@@ -25,7 +25,7 @@ from studies.judging import (
     question,
 )
 from studies.results import Results
-from studies.showing import Layout, columns, points_over, table_of
+from studies.showing import Layout, columns, points_of, table_of
 from support.tables import page
 from support.timing import run_in_turns
 
@@ -213,6 +213,7 @@ def test_a_claim_on_every_size_is_as_good_as_the_worst_or_the_best(rows: Results
 def test_a_curve_over_a_part_of_the_setting_is_of_one_setting(rows: Results) -> None:
     for size in (4, 2):
         rows.add_values("old", {"size": size, "by": "hand"}, share=[size / 10])
-    assert [x for x, *_ in points_over(rows, "old", "share", "size", {"by": "hand"})] == [2, 4]
-    assert points_over(rows, "old", "share", "size", {}) == []
+    over_size = {"y": "share", "over": "size"}
+    assert [x for x, *_ in points_of(rows, "old", over_size, {"by": "hand"})] == [2, 4]
+    assert points_of(rows, "old", over_size, {}) == []
     assert rows.figure("old", "share", size=4, by="hand").above(0) == NOT_SHOWN
