@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from studies.core import StudyLine
 from support.files import parse_json, read_text, write_csv
 from support.prefix import common_prefix_length
@@ -87,19 +85,14 @@ class Index:
         return stored_count
 
 
-def hit_rates(requests: list[Request], capacity: float) -> dict[str, float]:
-    """Run an Index with room for `capacity` blocks over a trace; return the shares that were found.
+def token_hit_rate(requests: list[Request], capacity: float) -> float:
+    """Run an Index with room for `capacity` blocks over a trace; return the share of tokens found.
 
     Of a prompt that is stored whole, the last token still has to be read.
     """
     index = Index(capacity)
-    counts = np.zeros((2, 3))  # found and all: blocks, tokens, requests
-    for tokens, blocks in requests:
-        found_blocks = index.put(blocks)
-        counts[0] += found_blocks, min(found_blocks * BLOCK, tokens - 1), found_blocks > 0
-        counts[1] += len(blocks), tokens, 1
-    shares = (counts[0] / counts[1]).tolist()
-    return dict(zip(("block_hit_rate", "token_hit_rate", "request_hit_rate"), shares, strict=True))
+    found = sum(min(index.put(blocks) * BLOCK, tokens - 1) for tokens, blocks in requests)
+    return found / sum(request.tokens for request in requests)
 
 
 def replay_trace(path: Path, capacities: Sequence[int], folder: Path) -> None:
@@ -110,12 +103,12 @@ def replay_trace(path: Path, capacities: Sequence[int], folder: Path) -> None:
     default_capacities = [500 << i for i in range(30) if 500 << i < block_count]
     rows, shown_rows = [], []
     for capacity in [*sorted(capacities or default_capacities), math.inf]:
-        rates = hit_rates(requests, capacity)
+        rate = token_hit_rate(requests, capacity)
         name = "no limit" if capacity == math.inf else capacity
         tokens = BLOCK * min(capacity, block_count)
-        rows.append([name, tokens, *rates.values()])
-        shown_rows.append([f"{name}", f"{tokens:,}", *map("{:.1%}".format, rates.values())])
-    header = ["capacity_blocks", "tokens", *rates]
+        rows.append([name, tokens, rate])
+        shown_rows.append([f"{name}", f"{tokens:,}", f"{rate:.1%}"])
+    header = ["capacity_blocks", "tokens", "token_hit_rate"]
     print(
         f"{path.name}: {len(requests):,} requests, {block_count:,} different blocks of {BLOCK}\n\n"
         f"{table(header, shown_rows)}\n\nEvicted first: the least recently used run that nothing "

@@ -52,9 +52,8 @@ class Results:
         self.progress = tqdm(desc=study, unit=" rows", leave=False, delay=1)
         file_name = "reduced.jsonl" if no_verdict_reason else "rows.jsonl"
         self.path = (folder or STUDIES_FOLDER / study) / file_name
-        self.starts_anew = bool(no_verdict_reason)  # the first row replaces those that are there
         self.rows: dict[str, Row] = {}
-        if self.path.exists() and not self.starts_anew:
+        if self.path.exists() and not no_verdict_reason:
             complete_lines, _, torn_line = read_text(self.path).rpartition("\n")
             if torn_line:  # the process was killed while it wrote this line
                 write_text(self.path, f"{complete_lines}\n" if complete_lines else "")
@@ -145,9 +144,10 @@ class Results:
             row[name] = None if math.isinf(number) else float(f"{number:.9g}")
         row |= {"n": count} | values | {"conditions": self.conditions}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("w" if self.starts_anew else "a", encoding="utf-8") as file:
+        # The first row of a run without verdicts replaces those that are there.
+        mode = "w" if self.no_verdict_reason and not self.rows else "a"
+        with self.path.open(mode, encoding="utf-8") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
-        self.starts_anew = False
         self.remember(row)
         self.progress.update()
 
