@@ -157,14 +157,18 @@ def run_study(
     rows_of: str = "",
     recorded_models: Sequence[str] = (),
     beyond: Sequence[Claim] = (),
+    models: str = NAMES,
 ) -> None:
     """Run a study as its command line asks. quick: what --quick reduces it to; rows_of: the study
     whose rows and claims it uses, if not its own; recorded_models: those that it gives verdicts on,
-    if it takes --model; beyond: the claims that --quick is too small for; measure: appends the
-    rows. Its second argument says whether to append fewer of them; for a study that takes --model
-    it is the command line's arguments."""
+    if it takes --model, of `models`, by default the first; beyond: the claims that --quick is too
+    small for; measure: appends the rows. Its second argument says whether to append fewer of them;
+    for a study that takes --model it is the command line's arguments."""
     model = "--model" if recorded_models else ""
-    with StudyLine(doc, study, quick, model=model, out=rows_of).parse(argv) as args:
+    cli = StudyLine(doc, study, quick, model=model, out=rows_of, models=models)
+    if recorded_models:
+        cli.set_defaults(model=recorded_models[0])
+    with cli.parse(argv) as args:
         results = open_results(rows_of or study, args, recorded_models, beyond=beyond)
         measure(results, args if recorded_models else args.quick)
         report(results)

@@ -115,7 +115,7 @@ def test_an_interrupted_study_goes_on_to_the_same_rows(
 
 
 def test_filled_caches_have_the_bytes_and_the_position_of_read_ones() -> None:
-    ways = lengths.ways_of(lengths.Size.quick().geometry | {"n_ctx": 64})
+    ways = lengths.ways_of(lengths.QUICK.geometry | {"n_ctx": 64})
     ids = torch.zeros(1, 20, dtype=torch.long)
     for name, (model, make_cache) in ways.items():
         cache = make_cache(20)

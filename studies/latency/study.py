@@ -12,6 +12,7 @@ cost        time to restore all but the last token, as a share of the time to re
 pays        fewest stored tokens, a power of two, from which on reuse pays if one is left to read
 """
 
+import argparse
 import os
 import tempfile
 from functools import partial
@@ -24,7 +25,7 @@ import torch
 from gpt_kv_cache import GPT, generate
 from load_gpt2_weights import NAMES
 from recycle import Store, prefilled_cache
-from studies.core import StudyLine, load_chosen_model, open_results, report
+from studies.core import load_chosen_model, run_study
 from studies.latency.claims import LENGTHS
 from studies.results import Results
 from support.conditions import GEOMETRIES
@@ -42,10 +43,8 @@ class Size(NamedTuple):
     stored: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     turns: int = 5
 
-    @classmethod
-    def quick(cls) -> "Size":
-        """Return the size of a reduced run."""
-        return cls((128,), (1, 8, 64), 1)
+
+QUICK = Size(lengths=(128,), stored=(1, 8, 64), turns=1)
 
 
 def evict_from_page_cache(folder: Path) -> None:
@@ -70,8 +69,11 @@ def time_first_token(
     return 1e3 * restore_seconds, 1e3 * (restore_seconds + seconds)
 
 
-def measure(rows: Results, model: GPT, model_name: str, size: Size) -> None:
+def measure(rows: Results, args: argparse.Namespace) -> None:
     """Append the times of prompts, for each place and each share that is stored."""
+    size = QUICK if args.quick else Size()
+    model, name = load_chosen_model(args)
+    rows.set_model_conditions(name, model, f"turns: {size.turns}")
     cases = [(length, percent) for length in size.lengths for percent in STORED_PERCENTS]
     cases += [(stored + 1, 100) for stored in size.stored]
     cases = [(length, percent) for length, percent in cases if length <= model.config.n_ctx]
@@ -81,7 +83,7 @@ def measure(rows: Results, model: GPT, model_name: str, size: Size) -> None:
         if hasattr(os, "posix_fadvise"):
             stores["cold-disk"] = disk_store
         for length, percent in cases:
-            setting = {"model": model_name, "m": length, "share": percent}
+            setting = {"model": args.model, "m": length, "share": percent}
             if not rows.ways_due(stores, "first", **setting):
                 continue
             ids = torch.randint(model.config.vocab_size, (length,)).tolist()
@@ -102,8 +104,8 @@ def measure(rows: Results, model: GPT, model_name: str, size: Size) -> None:
                     rows.add_values(way, setting, restore=restore, saved=1 - first / cold)
                 rows.add_values(way, setting, first=first)
     lengths = sorted({length for length, percent in cases if percent == 100})
-    for way in rows.ways_due([*stores][1:], "cost", model=model_name):
-        add_costs(rows, way, model_name, lengths, size)
+    for way in rows.ways_due([*stores][1:], "cost", model=args.model):
+        add_costs(rows, way, args.model, lengths, size)
 
 
 def add_costs(rows: Results, way: str, model_name: str, lengths: list[int], size: Size) -> None:
@@ -123,18 +125,12 @@ def add_costs(rows: Results, way: str, model_name: str, lengths: list[int], size
     rows.add_values(way, setting, cost=costs)
 
 
-def main(argv: list[str] | None = None) -> None:
-    cli = StudyLine(
-        __doc__,
-        "latency",
-        "short prompts only, once each",
-        models=f"random weights of the size of {GEOMETRIES}; or {NAMES}",
-    )
-    cli.set_defaults(model="124M")
-    with cli.parse(argv) as args:
-        size = Size.quick() if args.quick else Size()
-        model, name = load_chosen_model(args)
-        rows = open_results("latency", args, ["124M"])
-        rows.set_model_conditions(name, model, f"turns: {size.turns}")
-        measure(rows, model, args.model, size)
-        report(rows)
+main = partial(
+    run_study,
+    __doc__,
+    "latency",
+    "short prompts only, once each",
+    measure,
+    recorded_models=["124M"],
+    models=f"random weights of the size of {GEOMETRIES}; or {NAMES}",
+)

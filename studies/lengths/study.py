@@ -46,11 +46,8 @@ class Size(NamedTuple):
     name: str = "GPT-2's geometry"
     geometry: dict[str, int] = {}  # noqa: RUF012
 
-    @classmethod
-    def quick(cls) -> "Size":
-        """Return the size of a reduced run."""
-        geometry = {"vocab_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 16}
-        return cls("a small geometry", geometry)
+
+QUICK = Size("a small geometry", {"vocab_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 16})
 
 
 def filled(cache: KVCache, model: GPT, length: int) -> KVCache:
@@ -99,7 +96,7 @@ def milliseconds_per_token(model: GPT, make_cache: Callable, length: int, turn: 
 
 def measure(rows: Results, quick: bool) -> None:
     """Append tokens/s and bytes of each cache at each length; the caches take turns."""
-    size, turns = Size.quick() if quick else Size(), 5
+    size, turns = QUICK if quick else Size(), 5
     ways = ways_of(size.geometry | {"n_ctx": max(LENGTHS) + ROOM})
     rows.set_model_conditions(
         f"{size.name}, random weights",
