@@ -5,7 +5,6 @@ segments' means.
 Shapes as in projector.py: L layers, H heads, D head size, T tokens, m summary tokens, N prompts, F = 2 m D.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,40 +35,30 @@ class Segments:
     n_own: int  # the prompt's own queries; in a Llama several query heads share a head of keys
 
 
-def segments_of(layout: Layout, T: int) -> list[slice]:
-    """Return m nearly equal segments of the tokens before the tail, one for each summary token.
-    Raises ValueError if there are fewer tokens than segments."""
-    n = T - layout.tail
-    if n < layout.m:
+def measure_segments(exact: Prefill, layout: Layout, bank: Tensor | None = None) -> Segments:
+    """Return the nearly equal segments of the tokens before a prompt's tail, one for each summary
+    token, as seen by its own queries and by a bank (L, H, any, D) of other prompts' queries, such as
+    tail_queries() returns. Raises ValueError if there are fewer tokens than segments."""
+    model, n, m = exact.model, len(exact.ids) - layout.tail, layout.m
+    if n < m:
         raise ValueError(
-            f"a prompt of {T} tokens leaves {n} for {layout.m} summary tokens beside a tail of "
+            f"a prompt of {len(exact.ids)} tokens leaves {n} for {m} summary tokens beside a tail of "
             f"{layout.tail}"
         )
-    bounds = [i * n // layout.m for i in range(layout.m + 1)]
-    return [slice(*ends) for ends in itertools.pairwise(bounds)]
-
-
-def measure_segments(exact: Prefill, layout: Layout, bank: Tensor | None = None) -> Segments:
-    """Return the segments of a prompt, as seen by its own queries and by a bank (L, H, any, D) of
-    other prompts' queries, such as tail_queries() returns. Raises ValueError if the prompt is too
-    short."""
-    model, segments = exact.model, segments_of(layout, len(exact.ids))
-    n = len(exact.ids) - layout.tail
+    bounds = [i * n // m for i in range(1, m)]
     positions = torch.arange(n)
     k, v = exact.kv[:, :, :, :n].unbind(1)  # (L, H, n, D)
     own_queries = tail_queries(exact, layout.tail)
     q = own_queries if bank is None else torch.cat([own_queries, bank], 2)  # (L, H, R, D)
     relative_keys = shift_positions(model, k, -n)  # to the first token fed
     scores = q @ relative_keys.mT / math.sqrt(k.size(-1))  # (L, H, R, n)
-    mass = torch.stack([scores[..., segment].logsumexp(-1) for segment in segments], -1)
+    mass = torch.stack([part.logsumexp(-1) for part in scores.tensor_split(bounds, -1)], -1)
     seen_positions = positions - n
     if not layout.true_positions:  # the segments follow one another, and the tail follows them
-        seen_positions = torch.cat(
-            [positions[segment] * 0 + i - layout.m for i, segment in enumerate(segments)]
-        )
+        seen_positions = torch.bucketize(positions, torch.tensor(bounds), right=True) - m
     seen_keys = shift_positions(model, k, seen_positions - positions)
     kv = torch.stack([seen_keys, v], 1)  # (L, 2, H, n, D)
-    pooled = torch.stack([kv[..., segment, :].mean(-2) for segment in segments], -2)
+    pooled = torch.stack([part.mean(-2) for part in kv.tensor_split(bounds, -2)], -2)
     return Segments(pooled, q, mass, scores.softmax(-1) @ v, own_queries.size(2))
 
 
