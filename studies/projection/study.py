@@ -149,14 +149,15 @@ def choose_tau(trial: Trial) -> tuple[float, float | None]:
 
 
 def score_answer(trial: Trial, prompt: Prompt, *first_tokens: int) -> float:
-    """Return the exact match of a greedy answer, up to the end of the line, or ROUGE-L if answers
-    are long. It is written with the exact cache, after first_tokens if these have been emitted
+    """Return the exact match of a greedy answer, up to the end of the line, or ROUGE-L if the true
+    one is long. It is written with the exact cache, after first_tokens if these have been emitted
     already."""
-    max_tokens = (80 if trial.long_answers else 24) - len(first_tokens)
+    is_long = len(prompt.answer.split()) > 8
+    max_tokens = (80 if is_long else 24) - len(first_tokens)
     ids, stop_ids = trial.batch_of([*prompt.ids, *first_tokens]), end_tokens_of(trial.tokenizer)
     written = generate(trial.model, ids, max_tokens, stop_ids=stop_ids)
     tokens = itertools.chain(map(torch.tensor, first_tokens), written)
-    if trial.long_answers:
+    if is_long:
         text = trial.tokenizer.decode([*map(int, tokens)]).partition(END_OF_TEXT)[0]
         return rouge_l(text, prompt.answer)
     return float(first_line(tokens, trial.tokenizer) == prompt.answer)

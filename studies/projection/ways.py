@@ -9,7 +9,6 @@ layout but stage 2, and BothStages adds that to one kind of stage 1.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -177,8 +176,6 @@ class Trial:
         if shared_length >= 8:  # a word or two are not worth storing
             self.shared_ids = all_ids[0][:shared_length]
         self.shared_chars = len(self.tokenizer.decode(self.shared_ids))  # characters
-        lengths = [len(prompt.answer.split()) for prompt in self.train if prompt.answer]
-        self.long_answers = bool(lengths) and statistics.median(lengths) > 8  # answers
         texts = [prompt.text[self.shared_chars :] for prompt in self.train]
         self.encoder = PairEncoder.fit(
             self.tokenizer, texts, [prompt.family for prompt in self.train]

@@ -367,8 +367,8 @@ def add_times(
         tokens, pair = texts.start_writing(way, ids, "sampled", seed=turn)
         return time_text(lambda: tokens), pair
 
-    runs = {way: partial(write_once, way) for way in dict.fromkeys(["none", *due])}
-    timed_runs = run_in_turns(runs, turns if due else 0)
+    ways = dict.fromkeys(["none", *due]) if due else ()
+    timed_runs = run_in_turns({way: partial(write_once, way) for way in ways}, turns)
     refreshes = {}
     for way in due:
         first_seconds = np.array([text.first_token_seconds for text, _ in timed_runs[way]])
@@ -419,10 +419,10 @@ def parameter_count_text(model: nn.Module) -> str:
 def load_prompts(
     name: str, tokenizer: Any, path: str | None, test_count: int, max_length: int
 ) -> dict[str, Tensor]:
-    """Return prompts (B, T) for setting gates ("valid") and for measuring ("test"). They are
-    beginnings of pocket's documents; for another teacher, stretches of the texts in data/real; or a
-    CSV file's prompts, every fifth for setting gates, all cut to the length of the shortest. For a
-    chat model these are questions in its own form, and only the questions are cut.
+    """Return prompts (B, T) for measuring ("test") and, but for stretches of the texts in data/real,
+    for setting gates ("valid"). They are beginnings of pocket's documents; for another teacher, such
+    stretches; or a CSV file's prompts, every fifth for setting gates, all cut to the length of the
+    shortest. For a chat model these are questions in its own form, and only the questions are cut.
 
     Raises ValueError if a file has fewer than 5 prompts, or if they exceed max_length tokens.
     """
@@ -434,7 +434,7 @@ def load_prompts(
         }
     if path is None:
         ids = torch.tensor(rows_of_tokens(tokenizer, 2 * PROMPT_LENGTH)[:test_count])
-        return dict(zip(("test", "valid"), ids.split(PROMPT_LENGTH, dim=1), strict=True))
+        return {"test": ids[:, :PROMPT_LENGTH]}
     prompts = [tokenizer.encode_ordinary(text) for text in read_prompts(Path(path))]
     before, after = beginning_tokens(tokenizer), []
     if has_chat_form(tokenizer):
