@@ -210,13 +210,9 @@ def measure(rows: Results, args: argparse.Namespace) -> None:
     """Append the figures of windows, and those of pocket's memories."""
     model = load_model(args.model, device=args.device, dtype=args.dtype)
     measure_windows(rows, args.model, model, args.quick)
-    if args.model == "pocket":
-        measure_memories(rows, args.quick)
-
-
-def measure_memories(rows: Results, quick: bool) -> None:
-    """Append the figures of pocket's memories."""
-    size = QUICK if quick else Size()
+    if args.model != "pocket":
+        return
+    size = QUICK if args.quick else Size()
     memories, tokenizer = memories_of("pocket"), load_tokenizer("pocket")
     bct = memories["ours"].config
     rows.set_model_conditions(

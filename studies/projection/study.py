@@ -255,7 +255,13 @@ def time_in_turns(
 def start_function(trial: Trial, name: str) -> Callable[[Prompt], Tensor]:
     """Return a function that makes a complete start, retrieval included, and returns the first
     logits of a test prompt."""
-    model, stored = trial.model, trial.stored_prompts("test")
+    model = trial.model
+    if name in trial.ways:
+        way, stored = trial.ways[name], trial.stored_prompts("test")
+        library = trial.library(way, stored)
+        if way.layout:
+            return lambda prompt: first_logits(model, library, prompt.text, prompt.ids)
+        return lambda prompt: way.starts([stored[library.nearest(prompt.text)[0]]])[0]
 
     def start_from_exact_cache(prompt: Prompt) -> Tensor:
         lengths = {"cold": 0, "shared": len(trial.shared_ids), "hit": len(prompt.ids) - 1}
@@ -264,17 +270,7 @@ def start_function(trial: Trial, name: str) -> Callable[[Prompt], Tensor]:
         cache = KVCache([layer[:, None] for layer in kv], torch.arange(length, device=kv.device))
         return logits_after(model, prompt.ids[length:], cache if length else None)
 
-    if name not in trial.ways:
-        return start_from_exact_cache
-    way = trial.ways[name]
-    library = trial.library(way, stored)
-
-    def start_of_way(prompt: Prompt) -> Tensor:
-        if way.layout is None:
-            return way.starts([stored[library.nearest(prompt.text)[0]]])[0]
-        return first_logits(model, library, prompt.text, prompt.ids)
-
-    return start_of_way
+    return start_from_exact_cache
 
 
 def measure_times(
