@@ -36,7 +36,7 @@ class StudyLine(CommandLine):
         models: str = NAMES,
     ) -> None:
         """quick: what --quick reduces the study to; model: the option that names the model, or ""
-        for a study without one, which uses one thread."""
+        for a study without one."""
         super().__init__(doc, f"python3 -m studies.{name} --quick")
         self.prog = f"python3 -m studies.{name.split()[0]}"
         if model:
@@ -49,12 +49,6 @@ class StudyLine(CommandLine):
             type=writable_folder,
             help="where results go",
         )
-
-    def prepare(self, args: argparse.Namespace) -> None:
-        """Set the threads, also of a study without a model."""
-        if "threads" not in args:
-            torch.set_num_threads(1)
-        super().prepare(args)
 
 
 def load_chosen_model(args: argparse.Namespace) -> tuple[nn.Module, str]:
@@ -163,12 +157,14 @@ def run_study(
     whose rows and claims it uses, if not its own; recorded_models: those that it gives verdicts on,
     if it takes --model, of `models`, by default the first; beyond: the claims that --quick is too
     small for; measure: appends the rows. Its second argument says whether to append fewer of them;
-    for a study that takes --model it is the command line's arguments."""
+    for a study that takes --model it is the command line's arguments. The others use one thread."""
     model = "--model" if recorded_models else ""
     cli = StudyLine(doc, study, quick, model=model, out=rows_of, models=models)
     if recorded_models:
         cli.set_defaults(model=recorded_models[0])
     with cli.parse(argv) as args:
+        if not recorded_models:
+            torch.set_num_threads(1)
         results = open_results(rows_of or study, args, recorded_models, beyond=beyond)
         measure(results, args if recorded_models else args.quick)
         report(results)
