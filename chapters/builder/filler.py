@@ -24,7 +24,15 @@ from chapters.builder.blocks import (
     picture,
     transformers_table,
 )
-from chapters.builder.front import LECTURES, METHODS, added, demo, line_count, live_page
+from chapters.builder.front import (
+    LECTURES,
+    METHODS,
+    added,
+    demo,
+    examiner,
+    line_count,
+    live_page,
+)
 from chapters.builder.live import WEIGHTS
 from support.blocks import rendered
 from support.files import read_text
@@ -42,8 +50,8 @@ def methods() -> str:
     return rendered(METHODS, FUNCTIONS)
 
 
-OWN = (added, code, demo, diff, lectures, line_count, listing, live_page, methods, output)
-OWN += (transformers_table,)
+OWN = (added, code, demo, diff, examiner, lectures, line_count, listing, live_page, methods)
+OWN += (output, transformers_table)
 FUNCTIONS: dict[str, Callable[..., object]] = {
     **studies.pages.FUNCTIONS,
     **benchmarks.pages.FUNCTIONS,
