@@ -24,7 +24,7 @@ from chapters.builder.blocks import (
     picture,
     transformers_table,
 )
-from chapters.builder.front import LECTURES, METHODS, added, demo, line_count, live_page
+from chapters.builder.front import LECTURES, METHODS, added, demo, examiner, line_count, live_page
 from chapters.builder.live import WEIGHTS
 from support.blocks import rendered
 from support.files import read_text
@@ -48,6 +48,7 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
     **studies.pages.FUNCTIONS,
     **benchmarks.pages.FUNCTIONS,
     **{function.__name__: function for function in OWN},
+    "examiner": examiner,
 }
 ROOMS = {room: ROOT / room for room in ("borrow", "studies", "benchmarks", "pocket")}
 STUDIES = {path.parent.name: path.parent for path in sorted(ROOT.glob("studies/*/README.md"))}

@@ -7,6 +7,7 @@ import difflib
 import textwrap
 import tomllib
 
+import examine
 from chapters.builder.blocks import ROOT
 from support.files import read_text
 
@@ -79,6 +80,16 @@ def demo() -> str:
     table, _, rest = measured.partition("\n\nIn all")
     same = rest.partition("\n")[2]
     return f"```text\n$ python3 gpt_kv_cache.py --compare\n{beginning}\n{mark}{table}\n{same}\n```"
+
+
+def examiner() -> str:
+    """Return what examine.py does, with the number of its checks."""
+    return (
+        "`python3 examine.py my_cache.py` compares logits with and without your cache in "
+        f"{len(examine.CHECKS)} checks, and\nnames a fault's likely cause. It needs torch alone: "
+        "[what to hand it](borrow/README.md#is-a-cache-right),\n[known caches]"
+        "(borrow/EXAMINED.md), [faults it finds](tests/mutants/README.md#what-examinepy-finds)."
+    )
 
 
 def live_page() -> str:

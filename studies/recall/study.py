@@ -34,6 +34,7 @@ from studies.bounding.claims import (
     LOOKING_UP,
     bleu_fine_tuned,
     bleu_from_scratch,
+    our_rule,
     sinks,
     text_quality,
 )
@@ -251,5 +252,6 @@ main = partial(
         bleu_from_scratch,
         text_quality,
         sinks,
+        our_rule,
     ],
 )
