@@ -15,7 +15,7 @@ from support.figures import line_style
 from support.figures import write_figure as draw_figure
 from support.tables import Table
 
-FIGURE_LABELS = ("title", "xlabel", "ylabel", "xscale")
+FIGURE_LABELS = ("title", "xlabel", "ylabel", "xscale", "yscale")
 
 
 class Lines(NamedTuple):
@@ -171,8 +171,8 @@ def draw_figures(results: Results, folder: Path) -> None:
 
 
 def plot_curves(curves: Curves, kinds: dict[str, int], axes: Any) -> None:
-    """Plot curves, and name the points of those that join several ways. kinds: a number for each
-    kind drawn so far; new kinds are added."""
+    """Plot curves, and name the points of those that join several ways, below their intervals.
+    kinds: a number for each kind drawn so far; new kinds are added."""
     for (label, kind), points in curves.items():
         style = line_style(kinds.setdefault(kind, len(kinds)))
         step = max(1, len(points) // 10)  # in a long series only some points have a marker
@@ -183,7 +183,6 @@ def plot_curves(curves: Curves, kinds: dict[str, int], axes: Any) -> None:
         style |= {"markersize": 5, "markevery": step, "linewidth": 1, "capsize": 2}
         axes.errorbar([point.x for point in points], values, spread, **style, label=label)
         for x, y, name in points if len(points) > 1 else []:
-            place, offset = (x, y.value), (4, 3)
-            axes.annotate(
-                name, place, offset, "data", "offset points", color=style["color"], fontsize=9
-            )
+            place = x, y.low if np.isfinite(y.low) else y.value
+            look = {"color": style["color"], "fontsize": 9, "ha": "right", "va": "top"}
+            axes.annotate(name, place, (-3, -3), "data", "offset points", **look)
