@@ -160,7 +160,7 @@ def test_a_quick_run_gives_figures_and_no_verdict(
     ways = ["none", "teacher", "student", "published:8"]
     ways += [kind.studied[-1] for name, kind in POLICIES.items() if name not in ("none", "dropout")]
     monkeypatch.setattr(refreshing, "PROMPT_LENGTH", 48)
-    monkeypatch.setattr(refreshing, "STUDENTS", [replace(first, sampled=ways), dropout])
+    monkeypatch.setattr(refreshing, "STUDENTS", [first._replace(sampled=ways), dropout])
     if models == "pocket":
         ways = [*ways, "dropout:8~7.8"]
     else:
