@@ -16,6 +16,11 @@ def test_the_window_of_two_lines_is_right_token_by_token_only() -> None:
     assert right == 0 and len(wrong) == 3 and min(wrong) > 0.5
 
 
+def test_a_step_computes_what_the_cache_lacks() -> None:
+    assert article.states_of_steps("no-cache", 3) == [(4, 0), (5, 0), (6, 0)]
+    assert article.states_of_steps("growing", 3) == [(4, 0), (1, 4), (1, 5)]
+
+
 def test_every_way_writes_the_same_and_nothing_is_due_twice(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -9,9 +9,15 @@ SOURCE = Source(
     'GPT-2 124M, untrained; 200 new tokens after the 4 of "Hello, I am"; CPU of a Mac '
     "Mini M4; repeats not stated",
 )
-METRICS = metrics("turns", seconds=".1f", time=".2f") | metrics("exact", same=".0%", wrong=".0%")
-USUAL = {"model": "124M"}  # and the two lines of its window, tried on a smaller one:
-TWO_LINES = {"model": "4x4x64"}
+METRICS = (
+    metrics("turns", seconds=".1f", time=".2f")
+    | metrics("exact", same=".0%", wrong=".0%")
+    | metrics("series", computed=",.0f", reused=",.0f")
+)
+USUAL = {
+    "model": "124M"
+}  # and a smaller one, to count states and to try the two lines of a window:
+SMALL = {"model": "4x4x64"}
 LONGER_PROMPTS = (128, 512, 1000)  # tokens
 SENTENCES = [
     '"Memory usage increases linearly: Each new token appends to the KV cache." (KV cache Advantages '
@@ -104,7 +110,7 @@ def preallocation(results: Results) -> Answer:
     "A window keeps the last tokens only",
     partly="on a cache of shape (B, H, S, D), which fits the two lines; the article's is (b, "
     "num_tokens, d_out)",
-    at=TWO_LINES,
+    at=SMALL,
 )
 def window_keeps_the_last(results: Results) -> Answer:
     wrong = results.figure("token-by-token", "wrong")
@@ -118,7 +124,7 @@ def window_keeps_the_last(results: Results) -> Answer:
 
 @question(
     "Can the article's window read a long prompt, or several tokens at once?",
-    at=TWO_LINES,
+    at=SMALL,
 )
 def long_prompts_and_chunks(results: Results) -> Answer:
     prompt, chunks = (results.figure(way, "wrong") for way in ("prompt", "chunks"))
@@ -132,7 +138,7 @@ def long_prompts_and_chunks(results: Results) -> Answer:
 
 @question(
     "Does that window work if its positions are counted by the cache's length?",
-    at=TWO_LINES,
+    at=SMALL,
 )
 def positions_by_length(results: Results) -> Answer:
     wrong = results.figure("by-length", "wrong")

@@ -2,7 +2,8 @@
 prompts, and its sliding window, which is two lines of code.
 
 `python3 -m studies.article` takes about ten minutes on one thread. Weights are random, as in the
-article, since times don't depend on them; all ways share them.
+article, since times don't depend on them; all ways share them. What a step computes is counted on a
+smaller model.
 
 Ways: without a cache, computing the logits of all positions, as the article's code does, or of the
 last one only; with a growing and a preallocated cache; and four ways to feed a text to the two
@@ -11,6 +12,8 @@ lines.
 seconds   to write the 200 tokens
 time      over the growing cache's in the same turn: for the 200 tokens, or, after longer prompts,
           for all new tokens but the first
+computed  tokens whose keys and values a step computes, by steps, and
+reused    those that it finds in the cache
 same      share of tokens equal to those written without a cache
 wrong     the share of positions whose logits differ from attention to the window's tokens
 
@@ -23,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import gpt_baseline
 import gpt_bounded_cache
@@ -31,7 +34,7 @@ import gpt_kv_cache
 from formats.tokenizers import Numbers
 from gpt_kv_cache import KVCache
 from load_gpt2_weights import random_model
-from studies.article.claims import LONGER_PROMPTS, TWO_LINES
+from studies.article.claims import LONGER_PROMPTS, SMALL
 from studies.core import run_study
 from studies.results import Results
 from support.timing import TimedText, run_in_turns, time_text
@@ -43,9 +46,8 @@ MODULES = {
     "growing": gpt_kv_cache,
     "preallocated": gpt_bounded_cache,
 }
-# The model, window and text on which the two lines are tried.
-SMALL_GEOMETRY = "4x4x64"
-WINDOW = 8
+GEOMETRY_NOTE = f"{SMALL['model']} (layers, heads, width), random weights"
+WINDOW = 8  # of the two lines, and the text on which they are tried
 TEXT_LENGTH = 40
 MAX_LOGIT_ERROR = 1e-3  # as a share of the largest logit; a position beyond it is wrong
 
@@ -60,7 +62,7 @@ class Size(NamedTuple):
     @classmethod
     def quick(cls) -> "Size":
         """Return the size of a reduced run."""
-        return cls(SMALL_GEOMETRY, 20, 1)
+        return cls(SMALL["model"], 20, 1)
 
 
 # --- Time -------------------------------------------------------------------------------------------
@@ -79,7 +81,7 @@ def generate_with_all_logits(
 
 @torch.no_grad()
 def write_timed(
-    way: str, model: torch.nn.Module, ids: Tensor, new_tokens: int, capacity: int, turn: int
+    way: str, model: nn.Module, ids: Tensor, new_tokens: int, capacity: int, turn: int
 ) -> TimedText:
     """Write greedy tokens after ids (1, T). capacity: tokens of the preallocated cache."""
     cache = gpt_bounded_cache.PreallocatedCache(capacity) if way == "preallocated" else KVCache()
@@ -123,6 +125,31 @@ def measure_times(rows: Results, size: Size, prompt_length: int = 0) -> None:
         rows.add_values(way, setting, same=[same], time=time)
 
 
+# --- States -----------------------------------------------------------------------------------------
+
+
+def states_of_steps(way: str, new_tokens: int) -> list[tuple[int, int]]:
+    """Return of each step the tokens whose keys and values it computes, and those whose it reuses,
+    as the attention of the last layer is given them."""
+    model, counts = random_model(MODULES[way].GPT, SMALL["model"]), []
+
+    def count(_: nn.Module, q_k_v: tuple[Tensor, ...]) -> None:
+        q, k, *_ = q_k_v
+        counts.append((q.size(2), k.size(2) - q.size(2)))
+
+    model.h[-1].attn.register_forward_pre_hook(count)
+    write_timed(way, model, torch.tensor([Numbers().encode(PROMPT)]), new_tokens, 0, 0)
+    return counts
+
+
+def measure_states(rows: Results, new_tokens: int) -> None:
+    """Append the tokens that each step computes and reuses."""
+    rows.set_conditions(GEOMETRY_NOTE, f"{new_tokens} tokens after {PROMPT!r}")
+    for way in rows.ways_due(["no-cache", "growing"], "reused", **SMALL):
+        computed, reused = zip(*states_of_steps(way, new_tokens), strict=True)
+        rows.add_values(way, SMALL, computed=computed, reused=reused)
+
+
 # --- The window of two lines ------------------------------------------------------------------------
 
 
@@ -163,7 +190,7 @@ FEEDINGS = {  # lengths of the passes that read one text
 def wrong_shares_of_two_lines() -> dict[str, float]:
     """Return, by feeding, the share of positions whose logits differ from attention to the last
     WINDOW tokens. In a pass only the last position counts, since it predicts the next token."""
-    model = random_model(gpt_bounded_cache.GPT, SMALL_GEOMETRY)
+    model = random_model(gpt_bounded_cache.GPT, SMALL["model"])
     for parameter in model.parameters():
         parameter.mul_(3)  # else the logits of an untrained model hardly depend on what it reads
     generator = torch.Generator().manual_seed(0)
@@ -185,15 +212,17 @@ def wrong_shares_of_two_lines() -> dict[str, float]:
 
 def measure(rows: Results, quick: bool) -> None:
     """Measure every figure that has no row yet."""
-    if rows.ways_due(FEEDINGS, "wrong", **TWO_LINES):
+    if rows.ways_due(FEEDINGS, "wrong", **SMALL):
         rows.set_conditions(
-            f"{SMALL_GEOMETRY} (layers, heads, width), random weights",
+            GEOMETRY_NOTE,
             f"a window of {WINDOW}, a text of {TEXT_LENGTH} tokens",
         )
         for way, wrong_share in wrong_shares_of_two_lines().items():
-            rows.add_values(way, TWO_LINES, wrong=[wrong_share])
+            rows.add_values(way, SMALL, wrong=[wrong_share])
+    size = Size.quick() if quick else Size()
+    measure_states(rows, size.new_tokens)
     for prompt_length in (0, *LONGER_PROMPTS):
-        measure_times(rows, Size.quick() if quick else Size(), prompt_length)
+        measure_times(rows, size, prompt_length)
 
 
 main = partial(run_study, __doc__, "article", "20 tokens, at a small geometry", measure)
