@@ -242,20 +242,21 @@ def learned_tokens(results: Results) -> Answer:
                 ways = [x for x in ("written", "proposed") if there.find(x, "kl", on="given", m=m)]
                 found = [there.figure(way, "kl", on="given", m=m) for way in ways]
                 answers.append(max(kl.change(learned).below(0) for kl in found))
-                texts.append(f"{', '.join(map(str, found))} and {learned} with {m}")
+                best = min(found, key=lambda kl: kl.value)
+                texts.append(f"{best} and {learned} with {m}")
         written, learned = (there.figure(way, "kl", on="given") for way in ("written", "learned"))
         return (
             max(answers),
             f"On {there.place}, the KL is {written} nats, and by shared tokens {learned}",
-            "; ".join(texts),
+            ", ".join(texts),
         )
 
     answer, sentence, found = for_each(results, "kind", judge)
     return (
         answer,
         sentence,
-        "the similar prompt given, KL in nats as written, with a smaller stage 1, and by that baseline, "
-        f"by the number of summary tokens: {found}",
+        "the similar prompt given, KL in nats by the better stage 1 and by that baseline, with m summary "
+        f"tokens: {found}",
     )
 
 
