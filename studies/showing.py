@@ -14,7 +14,7 @@ from support.figures import line_style
 from support.figures import write_figure as draw_figure
 from support.tables import Table
 
-FIGURE_LABELS = ("title", "xlabel", "ylabel", "xscale")
+FIGURE_LABELS = ("title", "xlabel", "ylabel", "xscale", "yscale")
 
 
 class Lines(NamedTuple):
@@ -179,8 +179,8 @@ def draw_figures(results: Results, folder: Path) -> None:
 
 
 def plot_curves(curves: Curves, kinds: dict[str, int], axes: Any) -> None:
-    """Plot curves, and name the points of those that join several ways. kinds: a number for each
-    kind drawn so far; new kinds are added."""
+    """Plot curves, and name the points of those that join several ways, below their intervals.
+    kinds: a number for each kind drawn so far; new kinds are added."""
     for (label, kind), points in curves.items():
         style = line_style(kinds.setdefault(kind, len(kinds)))
         step = max(1, len(points) // 10)  # in a long series only some points have a marker
@@ -192,7 +192,6 @@ def plot_curves(curves: Curves, kinds: dict[str, int], axes: Any) -> None:
             spread = [[p.y - p.low for p in points], [p.high - p.y for p in points]]
             axes.errorbar(x, y, spread, fmt="none", capsize=2, ecolor=style["color"])
         for point in points if len(points) > 1 else []:
-            place, offset = (point.x, point.y), (4, 3)
-            axes.annotate(
-                point.name, place, offset, "data", "offset points", color=style["color"], fontsize=9
-            )
+            place = point.x, point.low if math.isfinite(point.low) else point.y
+            look = {"color": style["color"], "fontsize": 9, "ha": "right", "va": "top"}
+            axes.annotate(point.name, place, (-3, -3), "data", "offset points", **look)

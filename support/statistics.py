@@ -101,7 +101,7 @@ def interval(
     return value, value - margin, value + margin
 
 
-def wilson_interval(k: int, n: int) -> tuple[float, float, float]:
+def wilson_interval(k: float, n: int) -> tuple[float, float, float]:
     """Return the share k of n and its 95% interval, which has a width even if k is 0 or n (Wilson
     1927)."""
     z, share = 1.96, k / n

@@ -31,25 +31,26 @@ METHODS = """\
 | file | what it does | the text | one figure |
 | --- | --- | --- | --- |
 | [`recycle.py`](recycle.py) | reuses the cache of an earlier prompt that begins alike | exact | \
-asked about a stored text of 1,200 tokens: first token after \
-{{ format(figure("recycling", "recycled", "first", model="smollm2", order="chat").value, ",.0f") }} instead of \
+a stored text of 1,200 tokens: first token after \
+{{ format(figure("recycling", "recycled", "first", model="smollm2", order="chat").value, ",.0f") }}, not \
 {{ format(figure("recycling", "cold", "first", model="smollm2", order="chat").value, ",.0f") }} ms |
 | [`paged.py`](paged.py) | writes many texts at once, in shared blocks of cache | exact | 16 texts: \
 {{ paged_gain(16) }} \
 times as fast as one by one |
 | [`speculate.py`](speculate.py) | drafts several tokens, which the model checks in one pass | exact | \
-a text rewritten with drafts copied from it: 1,000 tokens in \
-{{ figure("speculation", "text:8", "passes", model="smollm2", mode="greedy", task="rewrite") }} passes and \
-{{ figure("speculation", "text:8", "taken", model="smollm2", mode="greedy", task="rewrite") }} of the time |
+{{ rows("speculation").find("text:8", "taken", model="smollm2", mode="greedy", task="rewrite")["n"] }} \
+texts rewritten with drafts copied from them: \
+{{ format(figure("speculation", "text:8", "taken", model="smollm2", mode="greedy", task="rewrite"), "±") }} of the time, \
+{{ figure("speculation", "text:8", "passes", model="smollm2", mode="greedy", task="rewrite") }} passes per 1,000 tokens |
 | [`overfill.py`](overfill.py) | lets a large model read, and a small one write | approximate | \
-SmolLM2 and its copy in 5 bits, perplexity of \
-{{ figure("refreshing", "none", "perplexity", model="smollm2", trained="int5").values | length }} sampled texts: \
-{{ figure("refreshing", "none", "perplexity", model="smollm2", trained="int5") }}; the copy alone: \
-{{ figure("refreshing", "student", "perplexity", model="smollm2", trained="int5") }}; SmolLM2 alone: \
-{{ figure("refreshing", "teacher", "perplexity", model="smollm2", trained="int5") }} |
+perplexity of {{ figure("refreshing", "none", "perplexity", model="smollm2", trained="int5").values | length }} \
+sampled texts: SmolLM2 {{ figure("refreshing", "teacher", "perplexity", model="smollm2", trained="int5") }}, its copy \
+in 5 bits {{ figure("refreshing", "student", "perplexity", model="smollm2", trained="int5") }}, with SmolLM2's cache \
+{{ figure("refreshing", "none", "perplexity", model="smollm2", trained="int5") }}: no gain shown, \
+{{ format(change("refreshing", "none", "student", "perplexity", model="smollm2", trained="int5"), "±") }} |
 | [`projector.py`](projector.py) | guesses first tokens from a given, similar prompt | approximate | \
 KL(exact∥guess)={{ figure("projection", "written", "kl", on="given") }} nats \
-(n={{ rows("projection").find("written", "kl", on="given")["n"] }}); \
+({{ rows("projection").find("written", "kl", on="given")["n"] }} countries, twice each); \
 copying {{ figure("projection", "neighbour", "kl") }}; limit 0.05 |
 | [`compress.py`](compress.py) | stores the cache in 8, 4 or 2 bits, or drops tokens | approximate | 4 bits: \
 {{ figure("compression", "bits:4", "half", model="smollm2") }} of \

@@ -111,10 +111,11 @@ LIBRARY_SIZE = 1000  # stored prompts, for the time of retrieval
 def add_metrics(
     rows: Results, way: str, setting: dict, prompts: Sequence[Prompt], **metrics: Sequence
 ) -> None:
-    """Append metrics of a way, one value for each prompt. Intervals are over families,
-    since paraphrases aren't independent; a share's is at least as wide as Wilson's interval, which
-    has a width even where all prompts agree."""
+    """Append metrics of a way, one value for each prompt. n counts families, and intervals are over
+    them, since paraphrases aren't independent; a share's is between 0 and 1, and at least as wide as
+    Wilson's, which has a width even where all prompts agree."""
     family_names = [*dict.fromkeys(prompt.family for prompt in prompts)]
+    family_count = len(family_names)
     family_indices = [family_names.index(prompt.family) for prompt in prompts]
     for metric, values in metrics.items():
         family_sums = np.stack(
@@ -122,9 +123,9 @@ def add_metrics(
         )
         value, low, high = interval(family_sums, ratio_of_sums)
         if metric in SHARE_METRICS:
-            _, wilson_low, wilson_high = wilson_interval(sum(values), len(values))
-            low, high = min(low, wilson_low), max(high, wilson_high)
-        rows.add_figures(way, setting, len(values), **{metric: (value, low, high)})
+            _, wilson_low, wilson_high = wilson_interval(value * family_count, family_count)
+            low, high = max(0.0, min(low, wilson_low)), min(1.0, max(high, wilson_high))
+        rows.add_figures(way, setting, family_count, **{metric: (value, low, high)})
 
 
 # --- One prompt -------------------------------------------------------------------------------------
@@ -503,7 +504,7 @@ def measure(
             save_libraries(trial, tau, args.out / "library")
         if not args.quick:
             measure_other_numbers(rows, trial)
-            if kind == "quiz":
+            if kind in ("quiz", "story"):
                 measure_steps(rows, trial)
     if args.quick or not rows.no_verdict_reason:
         measure_lengths(rows, size.turns)

@@ -348,6 +348,9 @@ def add_cache_errors(texts: Texts, ways: Sequence[str], prompt_count: int) -> No
     ways = texts.rows.ways_due(ways, "kl", **texts.setting)
     if not ways:
         return
+    of_all = texts.rows.conditions
+    all_prompts, these = (f"{n} held-out" for n in (len(texts.prompts["test"]), prompt_count))
+    texts.rows.set_conditions(*(text.replace(all_prompts, these) for text in of_all))
     tokens, _ = texts.start_writing("none", ids, "sampled", seed=0)
     continuation = torch.cat([*tokens], 1)  # (B, N)
     exact_cache = KVCache()
@@ -367,6 +370,7 @@ def add_cache_errors(texts: Texts, ways: Sequence[str], prompt_count: int) -> No
             divergences.append(kl(expected[:, t], logits))
         text_nats = torch.stack(divergences).mean(0).tolist()
         texts.rows.add_values(way, texts.setting, cache_error=errors, kl=text_nats)
+    texts.rows.set_conditions(*of_all)
 
 
 # --- Time -------------------------------------------------------------------------------------------
