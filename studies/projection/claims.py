@@ -259,7 +259,7 @@ def learned_tokens(results: Results) -> Answer:
     return (
         answer,
         sentence,
-        f"the similar prompt given, KL in nats by the better stage 1 and that baseline: {found}",
+        f"the similar prompt given, nats by the better stage 1 and that baseline: {found}",
     )
 
 
