@@ -27,6 +27,8 @@ NAMES = {way: kind.name for way, kind in CACHES.items()} | {
     "bits": "all tokens, in 8, 4, 2 bits",
     "window": "a window",
     "sinks": "4 sinks and a window",
+    "sinks:2-bits": "4 sinks, in the bytes of 2 bits",
+    "sinks:4+2-bits": "4 sinks, in the bytes of keys 4 bits, values 2",
     "norm": "keys of small norm",
     "chance": "by chance, with the first 4",
     "chance:half": "a half by chance, the first 4 among them",
@@ -164,6 +166,5 @@ FIGURES = {
         "y": "kl",
         "ylabel": "KL to full attention, nats",
         "ways": ["norm:(?!skip).*", "(?!full|pre|swapped|norm:skip).*"],
-        "legend": {"4 sinks and a window": "4 sinks and a window, a quarter"},
     },
 }

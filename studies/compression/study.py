@@ -7,9 +7,9 @@ prediction is made from compressed tokens.
 
 Ways: those of compress.py, each sized for the text at hand; 2 bits the other way round (keys per
 token, values per channel); small norms from the third layer on; a half of the tokens chosen by
-chance, with the first 4. Metrics, on texts of 512 tokens that the model wasn't trained on, unless
-said; the setting `text` is "prose", or, for SmolLM2 in 4 bits, "technical", excerpts of this
-repository:
+chance, with the first 4; 4 sinks and a window in the bytes of 2 bits, or of 4 bits for keys and 2
+for values. Metrics, on texts of 512 tokens that the model wasn't trained on, unless said; the
+setting `text` is "prose", or, for SmolLM2 in 4 bits, "technical", excerpts of this repository:
 
 kl, above           KL to the same model's predictions with full attention, in nats; the share by
                     which perplexity exceeds that of the model with full attention
@@ -32,6 +32,7 @@ from torch import Tensor
 
 import compress
 from demos.memories import SINKS, Memory
+from gpt_bounded_cache import SlidingWindowCache
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from pocket.evaluation import score_answers, unseen_texts
@@ -92,6 +93,18 @@ CACHES |= {
 }
 
 
+def half_bytes(memory: Memory) -> float:
+    """Return the bytes per token of a text, in half precision."""
+    cache = memory.make_cache(LENGTH)
+    memory.model(torch.zeros(1, LENGTH, dtype=torch.long), cache)
+    return cache.to(dtype=torch.bfloat16).nbytes / LENGTH
+
+
+def sinks_of_equal_bytes(share: float, length: int) -> SlidingWindowCache:
+    """Return sinks and a window of a share of a text's tokens, among them the window's spare slot."""
+    return SlidingWindowCache(round(share * length) - SINKS - 1, SINKS)
+
+
 def measure_losses(
     rows: Results,
     readers: dict[str, Memory],
@@ -125,16 +138,18 @@ def measure(rows: Results, args: argparse.Namespace) -> None:
         rows.set_model_conditions(name, model, how)
         tokenizer, setting = load_tokenizer(name), {"model": name}
         readers = {way: Memory(way, model, CACHES[way], size.chunk_length) for way in CACHES}
-        texts = unseen_texts(name, tokenizer, size.texts, LENGTH)
+        for bits in ("2", "4+2"):
+            share = half_bytes(readers[f"bits:{bits}"]) / half_bytes(readers["full"])
+            sinks = partial(sinks_of_equal_bytes, share)
+            readers[f"sinks:{bits}-bits"] = Memory("", model, sinks, size.chunk_length)
         for way in rows.ways_due(readers, "half", **setting):
-            cache = CACHES[way](LENGTH)
-            compress.read_in_pieces(model, cache, torch.tensor(texts[:1]), LENGTH)
-            rows.add_values(way, setting, half=[cache.to(dtype=torch.bfloat16).nbytes / LENGTH])
+            rows.add_values(way, setting, half=[half_bytes(readers[way])])
+        texts = unseen_texts(name, tokenizer, size.texts, LENGTH)
         measure_losses(rows, readers, readers, texts, setting)
         if not name.startswith("pocket"):
             texts = rows_of_tokens(tokenizer, LENGTH, read_technical_texts())[: size.texts]
             measure_losses(rows, readers, ["bits:4"], texts, setting | {"text": "technical"})
-        for way in rows.ways_due(readers, "facts", **setting):
+        for way in rows.ways_due(CACHES, "facts", **setting):
             if name.startswith("pocket"):
                 questions = corpus.recall_questions("test", 75)
                 right = score_answers(readers[way], tokenizer, questions)[1]

@@ -25,6 +25,8 @@ eighth_ms                   time to the eighth token in milliseconds
 from_summary                how many of these eight tokens are written from summary tokens
 area                        area under the ROC curve of similarity, for which tau is a threshold
 penalty                     a map's penalty
+error                       what stage 1 minimises: the squared error of what the last query reads, as a
+                            share, summed over layers and heads; after `steps` of L-BFGS
 """
 
 import argparse
@@ -48,6 +50,7 @@ from formats.tokenizers import END_OF_TEXT
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import NAMES, load_model, load_tokenizer
 from projector import (
+    Compressor,
     Projector,
     cache_of_summary,
     first_line,
@@ -72,6 +75,7 @@ from studies.projection.ways import (
     PROPOSED,
     QUICK,
     RAW_LAYOUTS,
+    VALIDATION_PROMPTS,
     Pairs,
     Prompt,
     Query,
@@ -79,6 +83,7 @@ from studies.projection.ways import (
     Way,
     divergence,
     pocket_families,
+    reading_error,
 )
 from studies.results import Results
 from support.printing import end_tokens_of
@@ -420,6 +425,24 @@ def measure_other_numbers(rows: Results, trial: Trial) -> None:
         measure_ways(rows, trial, ways, trial.related_pairs("test"), on="given", m=m)
 
 
+def measure_steps(rows: Results, trial: Trial) -> None:
+    """Append the error of stage 1 as written on prompts of its fit and on others, after its steps of
+    L-BFGS and after four times as many."""
+    fitted = trial.stage_1_prompts[:VALIDATION_PROMPTS]
+    asked = [prompt for prompt, _ in trial.related_pairs("test")]
+    asked = [prompt for prompt in asked if trial.ways["written"].covers(prompt)]
+    prefills = {"fit": [p.exact for p in fitted], "given": [p.exact for p in asked]}
+    for steps in (trial.size.stage_1_steps, 4 * trial.size.stage_1_steps):
+        setting = {"kind": trial.kind, "steps": steps}
+        if rows.find("stage1-written", "error", **setting, on="given") is None:
+            penalty = rows.figure("stage1-written", "penalty", kind=trial.kind).value
+            T = trial.longest - 1
+            compressor = Compressor(prefills["fit"], PROPOSED.m, penalty, T, steps)
+            for on, passes in prefills.items():
+                error = [reading_error(compressor, passes)]
+                rows.add_figures("stage1-written", setting | {"on": on}, len(passes), error=error)
+
+
 def save_libraries(trial: Trial, tau: float, folder: Path) -> None:
     """Write what `projector.py ask` needs for the test split's stored prompts: our summary tokens
     and, as proposed, projected ones with the projector that mapped them."""
@@ -466,6 +489,8 @@ def measure(
             save_libraries(trial, tau, args.out / "library")
         if not args.quick:
             measure_other_numbers(rows, trial)
+            if kind in ("quiz", "story"):
+                measure_steps(rows, trial)
     if args.quick or not rows.no_verdict_reason:
         measure_lengths(rows, size.turns)
 
