@@ -420,7 +420,7 @@ def test_tokens_are_distributed_as_the_teachers(impl: ModuleType) -> None:
 def test_drafts_at_the_edges(impl: ModuleType) -> None:
     p, least = torch.tensor([[0.5, 0.5], [0.25, 0.75]]), torch.finfo(torch.float32).eps
     accept(impl, p, torch.tensor([[0.5 + least, 0.5]]), [0], [1 - least / 2])  # rounding
-    uneven = torch.full((2, 7), 1 / 7)  # whose sum isn't 1 but for rounding
+    uneven = torch.full((2, 10), 0.1)  # whose sum isn't 1 but for rounding
     accept(impl, uneven, uneven[:1], [3], [0.5])
     _, following = accept(impl, P[2:], Q[:0], [], [])
     assert_close(following, P[2], "an empty draft: probabilities of the next token", ("id",))
