@@ -7,16 +7,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+
+class ModelState(NamedTuple):
+    """What a call must leave of a model as it was."""
+
+    weights: list[
+        tuple[int, int, bool]
+    ]  # where they are, how often they were written, and whether they are trained
+    modes: list[tuple[bool, int, int]]  # of every module: whether it is in training, and its hooks
 
 
 class Keeping:
     """A module under test. A call of its functions, or of its classes' methods, fails if it changes an argument: a
-    tensor, an array, a list, a dictionary, or what is in these."""
+    tensor, an array, a list, a dictionary, or what is in these, and a model's weights, modes and hooks."""
 
     def __init__(self, module: ModuleType) -> None:
         self.module = module
@@ -46,21 +55,38 @@ def keeping(function: Callable) -> Callable:
     def call(*args: Any, **options: Any) -> Any:
         __tracebackhide__ = True
         given = [*args, *options.values()]
-        before = copied(given)
+        before, set_before = copied(given), settings()
+        name = getattr(function, "__qualname__", "a call")
         try:
             return function(*args, **options)
         finally:
             for now, was in zip(given, before, strict=True):
-                if not is_same(now, was):
-                    change = f"from {reprlib.repr(was)} to {reprlib.repr(now)}"
-                    name = getattr(function, "__qualname__", "a call")
-                    raise AssertionError(f"{name}() has changed one of its arguments, {change}")
+                if is_same(now, was):
+                    continue
+                change = f"from {reprlib.repr(was)} to {reprlib.repr(now)}"
+                if isinstance(was, ModelState):
+                    change = "a model: its weights, its modes or its hooks"
+                raise AssertionError(f"{name}() has changed one of its arguments, {change}")
+            left = settings()
+            torch.set_grad_enabled(set_before[0])
+            torch.set_default_dtype(set_before[1])
+            assert left == set_before, (
+                f"{name}() leaves {left}, gradients and default dtype, not {set_before}"
+            )
 
     return call
 
 
+def settings() -> tuple[bool, torch.dtype]:
+    """Return whether PyTorch computes gradients, and its default dtype."""
+    return torch.is_grad_enabled(), torch.get_default_dtype()
+
+
 def copied(given: Any) -> Any:
-    """Return a copy of tensors and arrays, and of lists and dictionaries that hold such; all else is itself."""
+    """Return a copy of tensors and arrays, of lists and dictionaries that hold such, and of what can be seen of a model;
+    all else is itself."""
+    if isinstance(given, nn.Module):
+        return state_of(given)
     if isinstance(given, Tensor):
         return given.detach().clone()
     if isinstance(given, np.ndarray):
@@ -72,8 +98,19 @@ def copied(given: Any) -> Any:
     return given
 
 
+def state_of(model: nn.Module) -> ModelState:
+    """Return the versions of a model's weights, and its modes and hooks."""
+    weights = [(p.data_ptr(), p._version, p.requires_grad) for p in model.parameters()]
+    modes = [
+        (m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()
+    ]
+    return ModelState(weights, modes)
+
+
 def is_same(now: Any, before: Any) -> bool:
     """Return whether an object is still what copied() made of it."""
+    if isinstance(before, ModelState):
+        return state_of(now) == before
     if isinstance(before, Tensor):
         same_kind = now.dtype == before.dtype and now.shape == before.shape
         return same_kind and torch.equal(now.nan_to_num(), before.nan_to_num())

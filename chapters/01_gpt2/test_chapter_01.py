@@ -182,7 +182,6 @@ def counting(model: GPT) -> tuple[Callable[[Tensor], Tensor], list[Tensor]]:
 
 @pytest.mark.ex1_5
 @pytest.mark.parametrize("n_ctx", [16, 15])
-@torch.no_grad()
 def test_greedy_writes_what_the_baseline_writes(impl: ModuleType, n_ctx: int) -> None:
     config = replace(CONFIGS["heads wider than the stream"], n_ctx=n_ctx)
     model = random_model(config)

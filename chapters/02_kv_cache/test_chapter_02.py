@@ -208,6 +208,7 @@ def test_bytes_by_formula(impl: ModuleType) -> None:
         (xl, 2_516_582_400, "8 texts of 1,024 tokens, GPT-2 XL in bfloat16"),
         ((2, 3, 5, 7, 11, 1), 4_620, "2 layers, 3 heads of 5, 7 tokens, 11 texts, a byte a number"),
         ((2, 3, 5, 0), 0, "no token"),
+        ((12, 12, 64, 10**17 + 1), 73_728 * (10**17 + 1), "whole numbers: no rounding"),
     ]:
         found = call(impl.cache_bytes, *sizes, returns="int")
         assert found == expected, f"{what}: {found} bytes, must be {expected}"

@@ -265,10 +265,11 @@ def test_every_row_is_what_its_prompt_alone_gives(
             assert_close(got[:n], expected, what, LOGITS[1:])
         more, n = random_ids(4, 17, trial), 0
         for size in [1, 1, *draw.sample(range(1, 6), 3)]:
-            next_pos = call(cache.positions, 1, returns="int64 (4, 1)").flatten().tolist()
+            next_pos = cache.positions(1).flatten().tolist()
             assert next_pos == [length + n for length in lengths], (
                 f"prompts of {lengths} tokens, {n} more: next positions {next_pos}"
             )
+            call(cache.positions, size, returns=f"int64 {(4, size)}")
             fail_in_layer(growing, random_ids(4, 3), cache, 1)
             logits = growing(more[:, n : n + size], cache)
             n += size

@@ -27,7 +27,7 @@ NARROW = GPTConfig(vocab_size=50, n_ctx=64, n_layer=3, n_head=2, n_embd=16, head
 def model_of(config: GPTConfig, seed: int) -> GPT:
     """A small model with random weights, large enough that a mistake shows."""
     torch.manual_seed(seed)
-    model = GPT(config).eval().requires_grad_(False)
+    model = GPT(config).requires_grad_(False)
     for p in model.parameters():
         p.add_(0.3 * torch.randn_like(p))
     return model

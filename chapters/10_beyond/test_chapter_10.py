@@ -253,14 +253,6 @@ def random_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> GPT:
     return model
 
 
-def state(model: GPT) -> list[object]:
-    """What a call may leave behind: hooks, gradients, modes."""
-    found: list[object] = [torch.is_grad_enabled(), [p.requires_grad for p in model.parameters()]]
-    for m in model.modules():
-        found += [m.training, len(m._forward_hooks), len(m._forward_pre_hooks), len(vars(m))]
-    return found
-
-
 PROMPT = torch.randint(70_000, (300,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
@@ -270,7 +262,6 @@ def test_a_layer_is_on_its_way_before_the_next_is_computed(impl: ModuleType) -> 
     stream = io.BufferedWriter(arrived, 2**24)  # holds back what isn't flushed
     for block in model.h:
         block.register_forward_pre_hook(lambda *_: sizes.append(len(arrived.getvalue())))
-    before = state(model)
     call(impl.send, stream, model, PROMPT, returns="NoneType")
     assert len(sizes) == 3, f"{len(sizes)} layers were computed, 3 are one pass"
     layer = 2 * 16 * len(PROMPT) * 4
@@ -284,7 +275,6 @@ def test_a_layer_is_on_its_way_before_the_next_is_computed(impl: ModuleType) -> 
     disk.write = lambda data, write=disk.write: write(data) if len(data) < 9000 else throw(full)
     with pytest.raises(OSError, match="full"):
         impl.send(disk, model, PROMPT)
-    assert state(model) == before, "hooks, training, gradients: the model must stay as it was"
 
 
 def throw(error: Exception) -> None:

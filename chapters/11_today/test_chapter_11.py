@@ -32,7 +32,7 @@ SCALED = (32.0, 1.0, 4.0, 8192)  # of Llama 3.2
 
 def random_model() -> Llama:
     torch.manual_seed(0)
-    model = Llama(CONFIG).eval()
+    model = Llama(CONFIG)
     for p in model.parameters():
         p.data.add_(0.3 * torch.randn_like(p))
     return model.requires_grad_(False)
