@@ -1,8 +1,10 @@
 """What every task promises: a call leaves its arguments as they are, and returns the types that its signature names."""
 
+import inspect
 import random
 import re
 import reprlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -39,9 +41,7 @@ class Keeping:
                 key: keeping(method)
                 for cls in reversed(found.__mro__)
                 for key, method in vars(cls).items()
-                if cls.__module__ == found.__module__
-                and isinstance(method, FunctionType)
-                and not re.match("_[^_]", key)  # the student's own
+                if cls.__module__ == found.__module__ and isinstance(method, FunctionType)
             }
             found = type(found)(name, (found,), methods)
         setattr(self, name, found)
@@ -49,14 +49,17 @@ class Keeping:
 
 
 def keeping(function: Callable) -> Callable:
-    """Return a function that calls another one, and fails if that changes its arguments, an error included."""
+    """Return a function that calls another one, and fails if that changes its arguments, an error included. Calls from
+    the file that defines it are its own affair."""
+    own = inspect.unwrap(function).__globals__
 
     @wraps(function)
     def call(*args: Any, **options: Any) -> Any:
         __tracebackhide__ = True
+        if sys._getframe(1).f_globals is own:
+            return function(*args, **options)
         given = [*args, *options.values()]
         before, set_before = copied(given), settings()
-        name = getattr(function, "__qualname__", "a call")
         try:
             return function(*args, **options)
         finally:
@@ -66,12 +69,14 @@ def keeping(function: Callable) -> Callable:
                 change = f"from {reprlib.repr(was)} to {reprlib.repr(now)}"
                 if isinstance(was, ModelState):
                     change = "a model: its weights, its modes or its hooks"
-                raise AssertionError(f"{name}() has changed one of its arguments, {change}")
+                raise AssertionError(
+                    f"{function.__qualname__}() has changed one of its arguments, {change}"
+                )
             left = settings()
             torch.set_grad_enabled(set_before[0])
             torch.set_default_dtype(set_before[1])
             assert left == set_before, (
-                f"{name}() leaves {left}, gradients and default dtype, not {set_before}"
+                f"{function.__qualname__}() leaves {left}, gradients and default dtype, not {set_before}"
             )
 
     return call
@@ -91,7 +96,7 @@ def copied(given: Any) -> Any:
         return given.detach().clone()
     if isinstance(given, np.ndarray):
         return given.copy()
-    if isinstance(given, dict):
+    if type(given) is dict:
         return {key: copied(value) for key, value in given.items()}
     if isinstance(given, list | tuple):
         return [copied(value) for value in given]
@@ -130,7 +135,7 @@ def call(function: Callable[..., Any], *arguments: object, returns: str, **optio
     result = function(*arguments, **options)
     types = types_of(result)
     pattern = re.escape(types).replace(r"list\[\]", r"list\[.*\]")  # an empty one
-    name = getattr(function, "__qualname__", "the call")
+    name = getattr(function, "__qualname__", type(function).__name__)
     assert re.fullmatch(pattern, returns), f"{name}() returns {types}, must be {returns}"
     return result
 

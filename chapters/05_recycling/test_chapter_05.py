@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
-from functools import partial
 from itertools import product
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from chapters.calling import call, copied, is_same, keeping
+from chapters.calling import call, copied, is_same
 from chapters.checking import assert_close, assert_keeps, assert_same, fail_in_layer
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from recycle import generate_as_published
@@ -103,11 +102,15 @@ def test_what_may_be_reused_of_random_texts(impl: ModuleType) -> None:
 # --- 5.2 ------------------------------------------------------------------------------------------------------------
 
 
+class Store(dict):
+    """A dictionary that may be changed."""
+
+
 @pytest.mark.ex5_2
 def test_many_prompts_answered_as_cold_with_nothing_read_twice(
     impl: ModuleType, model: GPT
 ) -> None:
-    draw, store, texts = random.Random(1), {}, []
+    draw, store, texts = random.Random(1), Store(), []
     for trial in range(40):
         if texts and draw.random() < 0.7:  # the beginning of an earlier text, and something else
             text = list(draw.choice(texts))
@@ -120,8 +123,7 @@ def test_many_prompts_answered_as_cold_with_nothing_read_twice(
         what = f"prompt {trial}, {reusable} tokens reusable"
         expected, older = cold(model, text, n), dict(store)
         with reading(model) as (fed, _):
-            answer = keeping(partial(impl.module.answer, store=store))  # which changes the store
-            written = call(answer, model, text, n, returns="list[int]")
+            written = call(impl.answer, model, text, n, store, returns="list[int]")
         assert_same(written, expected, f"{what}: new tokens, by a cold run")
         whole = (*text, *written[:-1])
         assert_same(fed, whole[reusable:], f"{what}: tokens read, each once")
