@@ -78,15 +78,6 @@ def test_hunks_make_the_new_text(impl: ModuleType) -> None:
 
 
 @pytest.mark.ex0_2
-@pytest.mark.parametrize(("old", "new"), FILES)
-def test_the_diff_is_all_it_takes_to_get_from_file_to_file(
-    impl: ModuleType, old: str, new: str
-) -> None:
-    a, b = read(old).splitlines(), read(new).splitlines()
-    assert_same(impl.apply(a, [impl.Hunk(*hunk) for hunk in differences(a, b)]), b, "there")
-
-
-@pytest.mark.ex0_2
 def test_hunks_of_another_text_are_refused(impl: ModuleType) -> None:
     old = ["one", "two", "three", "four"]
     # All is counted in the old text, not in what it becomes.

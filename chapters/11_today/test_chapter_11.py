@@ -98,15 +98,6 @@ def test_llama_3s_frequencies(impl: ModuleType, scaling: tuple[float, float, flo
         )
 
 
-@pytest.mark.ex11_2
-def test_frequencies_are_those_of_lecture_4(impl: ModuleType) -> None:
-    config = LlamaConfig(head_dim=64, rope_theta=500_000.0, rope_scaling=SCALED)
-    sines = rotation(torch.tensor([1]), config)[1][0, 0, 32:]  # of one token's angles
-    speed = torch.tensor([500_000.0 ** (-2 * i / 64) for i in range(32)])
-    found = impl.slowed(speed, *SCALED)
-    assert_close(found.sin(), sines, "sines of position 1", ("pair",), 1e-5)
-
-
 def public_layer(seed: int = 0) -> dict[str, Tensor]:
     """A layer's attention as files have it: 4 heads of queries, 2 of keys and values, of 12; width 40."""
     sizes = {"q": (48, 40), "k": (24, 40), "v": (24, 40), "o": (40, 48)}
