@@ -1,43 +1,154 @@
-"""A call of a function under test, with what every task promises beside its result."""
+"""What every task promises: a call leaves its arguments as they are, and returns the types that its signature names."""
 
-import copy
+import inspect
 import random
 import re
 import reprlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import wraps
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+
+class ModelState(NamedTuple):
+    """What a call must leave of a model as it was."""
+
+    weights: list[
+        tuple[int, int, bool]
+    ]  # where they are, how often they were written, and whether they are trained
+    modes: list[tuple[bool, int, int]]  # of every module: whether it is in training, and its hooks
+
+
+class Keeping:
+    """A module under test. A call of its functions, or of its classes' methods, fails if it changes an argument: a
+    tensor, an array, a list, a dictionary, or what is in these, and a model's weights, modes and hooks."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.module = module
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.module, name)
+        if isinstance(found, FunctionType):
+            found = keeping(found)
+        elif isinstance(found, type) and not issubclass(found, tuple):
+            methods = {
+                key: keeping(method)
+                for cls in reversed(found.__mro__)
+                for key, method in vars(cls).items()
+                if cls.__module__ == found.__module__ and isinstance(method, FunctionType)
+            }
+            found = type(found)(name, (found,), methods)
+        setattr(self, name, found)
+        return found
+
+
+def keeping(function: Callable) -> Callable:
+    """Return a function that calls another one, and fails if that changes its arguments, an error included. Calls from
+    the file that defines it are its own affair."""
+    own = inspect.unwrap(function).__globals__
+
+    @wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        __tracebackhide__ = True
+        if sys._getframe(1).f_globals is own:
+            return function(*args, **options)
+        given = [*args, *options.values()]
+        before, set_before = copied(given), settings()
+        try:
+            return function(*args, **options)
+        finally:
+            for now, was in zip(given, before, strict=True):
+                if is_same(now, was):
+                    continue
+                change = f"from {reprlib.repr(was)} to {reprlib.repr(now)}"
+                if isinstance(was, ModelState):
+                    change = "a model: its weights, its modes or its hooks"
+                raise AssertionError(
+                    f"{function.__qualname__}() has changed one of its arguments, {change}"
+                )
+            left = settings()
+            torch.set_grad_enabled(set_before[0])
+            torch.set_default_dtype(set_before[1])
+            assert left == set_before, (
+                f"{function.__qualname__}() leaves {left}, gradients and default dtype, not {set_before}"
+            )
+
+    return call
+
+
+def settings() -> tuple[bool, torch.dtype]:
+    """Return whether PyTorch computes gradients, and its default dtype."""
+    return torch.is_grad_enabled(), torch.get_default_dtype()
+
+
+def copied(given: Any) -> Any:
+    """Return a copy of tensors and arrays, of lists and dictionaries that hold such, and of what can be seen of a model;
+    all else is itself."""
+    if isinstance(given, nn.Module):
+        return state_of(given)
+    if isinstance(given, Tensor):
+        return given.detach().clone()
+    if isinstance(given, np.ndarray):
+        return given.copy()
+    if type(given) is dict:
+        return {key: copied(value) for key, value in given.items()}
+    if isinstance(given, list | tuple):
+        return [copied(value) for value in given]
+    return given
+
+
+def state_of(model: nn.Module) -> ModelState:
+    """Return the versions of a model's weights, and its modes and hooks."""
+    weights = [(p.data_ptr(), p._version, p.requires_grad) for p in model.parameters()]
+    modes = [
+        (m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()
+    ]
+    return ModelState(weights, modes)
+
+
+def is_same(now: Any, before: Any) -> bool:
+    """Return whether an object is still what copied() made of it."""
+    if isinstance(before, ModelState):
+        return state_of(now) == before
+    if isinstance(before, Tensor):
+        same_kind = now.dtype == before.dtype and now.shape == before.shape
+        return same_kind and torch.equal(now.nan_to_num(), before.nan_to_num())
+    if isinstance(before, np.ndarray):
+        return np.array_equal(now, before)
+    if isinstance(before, dict):
+        return is_same([*now.items()], [*map(list, before.items())])
+    if isinstance(before, list):
+        return len(now) == len(before) and all(map(is_same, now, before))
+    return now is before or now == before
 
 
 def call(function: Callable[..., Any], *arguments: object, returns: str, **options: object) -> Any:
     """Return what a function returns. Fail if its types aren't `returns`, such as "tuple[int, list[float]]" or
-    "float32 (2, 3)", a tensor's dtype and shape; or if it has changed an argument: a list, a dictionary, a tensor or
-    an array."""
+    "float32 (2, 3)", a tensor's dtype and shape."""
     __tracebackhide__ = True
-    given = [x for x in (*arguments, *options.values()) if isinstance(x, CHANGEABLE)]
-    before = copy.deepcopy(given)
     result = function(*arguments, **options)
-    for now, was in zip(given, before, strict=True):
-        change = f"{reprlib.repr(was)} to {reprlib.repr(now)}"
-        assert is_same(now, was), f"the call has changed one of its arguments, from {change}"
     types = types_of(result)
     pattern = re.escape(types).replace(r"list\[\]", r"list\[.*\]")  # an empty one
-    assert re.fullmatch(pattern, returns), f"the call returns {types}, must be {returns}"
+    name = getattr(function, "__qualname__", type(function).__name__)
+    assert re.fullmatch(pattern, returns), f"{name}() returns {types}, must be {returns}"
     return result
 
 
-CHANGEABLE = (list, dict, Tensor, np.ndarray)
-
-
-def is_same(one: Any, other: Any) -> bool:
-    """Whether an argument is equal to its copy."""
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    return np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other
+def types_of(x: object) -> str:
+    """Return the types of a result, such as "tuple[int, list[float]]". A named tuple is a tuple."""
+    if isinstance(x, Tensor):
+        return f"{x.dtype} {tuple(x.shape)}".removeprefix("torch.")
+    if isinstance(x, tuple):
+        return f"tuple[{', '.join(map(types_of, x))}]"
+    if type(x) is list:
+        return f"list[{' | '.join(sorted({*map(types_of, x)}))}]"
+    return "dict" if isinstance(x, dict) else type(x).__name__
 
 
 @contextmanager
@@ -53,14 +164,3 @@ def shared_generators_unchanged() -> Iterator[None]:
     assert states() == before, (
         "the generator of random numbers that others use was seeded or drawn from: make your own"
     )
-
-
-def types_of(x: object) -> str:
-    """The types of a result, such as "tuple[int, list[float]]" or "float32 (2, 3)"."""
-    if isinstance(x, Tensor):
-        return f"{x.dtype} {tuple(x.shape)}".removeprefix("torch.")
-    if type(x) is tuple:
-        return f"tuple[{', '.join(map(types_of, x))}]"
-    if type(x) is list:
-        return f"list[{' | '.join(sorted({*map(types_of, x)}))}]"
-    return type(x).__name__

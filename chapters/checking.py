@@ -1,12 +1,12 @@
 """Helpers of the chapters' tests: texts, passes that fail, comparisons that name the first wrong number, memory, and
 calls that must be refused."""
 
+import gc
 import re
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from copy import deepcopy
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -49,33 +49,6 @@ def assert_close(
             f"{what}: the first wrong number is at {location}: {found}, must be {wanted} "
             f"({is_wrong.float().mean():.0%} are wrong)"
         )
-
-
-def are_same(a: object, b: object) -> bool:
-    """Say whether two values are equal, tensors in lists and dictionaries, and their types, included."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
-    if isinstance(a, dict):
-        return are_same([*a.items()], [*b.items()])
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(are_same, a, b))
-    return a == b
-
-
-def returned(function: Callable[..., object], *given: object, kind: type | None = None) -> Any:
-    """Return what a function returns, or fail: if it has changed an argument, or returns another type."""
-    __tracebackhide__ = True
-    before = deepcopy(given)
-    result = function(*given)
-    for i, (was, now) in enumerate(zip(before, given, strict=True)):
-        changed = f"{function.__name__} has changed its argument {i + 1}, from {was!r} to {now!r}"
-        assert are_same(was, now), changed
-    if kind is not None and type(result) is not kind:
-        must = f"must return {kind.__name__}, and returns {type(result).__name__}"
-        fail(f"{function.__name__} {must}: {reprlib.repr(result)}")
-    return result
 
 
 def assert_same(actual: Sequence[object], expected: Sequence[object], what: str) -> None:
@@ -134,6 +107,24 @@ def assert_keeps(owner: object, at_most: int, what: str, spare: int = 256) -> No
     assert total <= at_most + spare, (
         f"{what}: {total:,} bytes are kept, {at_most:,} are enough: {'; '.join(parts)}"
     )
+
+
+def tensor_bytes() -> int:
+    """Return the bytes behind all tensors that are alive, in whatever holds them."""
+    gc.collect()
+    storages = [x.untyped_storage() for x in gc.get_objects() if issubclass(type(x), Tensor)]
+    return sum({memory.data_ptr(): memory.nbytes() for memory in storages}.values())
+
+
+def assert_keeps_only(
+    owner: object, at_most: int, before: int, what: str, spare: int = 512
+) -> None:
+    """Fail if an object, or anything else that has come since tensor_bytes() was `before`, keeps more than
+    at_most + spare bytes of tensors."""
+    __tracebackhide__ = True
+    assert_keeps(owner, at_most, what, spare)
+    kept = tensor_bytes() - before
+    assert kept <= at_most + spare, f"{what}: {kept:,} bytes are alive, {at_most:,} are enough"
 
 
 def random_ids(batch: int, n: int, seed: int = 0) -> Tensor:

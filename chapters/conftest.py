@@ -24,6 +24,7 @@ import torch
 CHAPTERS = Path(__file__).resolve().parent
 sys.path.insert(0, str(CHAPTERS.parent))
 from chapters import checking  # noqa: E402
+from chapters.calling import Keeping  # noqa: E402
 
 # Names and modules by which a file reaches the tests, or another file's code.
 RUN_TEXT = {"compile", "eval", "exec", "__builtins__", "__import__"}
@@ -108,9 +109,9 @@ def same_judges(request: pytest.FixtureRequest, judges_before: dict[str, object]
 
 
 @pytest.fixture(scope="module")
-def impl(request: pytest.FixtureRequest) -> ModuleType:
-    """The module under test. Fails with a message if there is none: the error that the file raises, with its line, or
-    what it may not use."""
+def impl(request: pytest.FixtureRequest) -> Keeping:
+    """The module under test, whose calls may change no argument. Fails with a message if there is none: the error that
+    the file raises, with its line, or what it may not use."""
     from support.files import import_file
 
     chapter, student_folder = request.path.parent, request.config.option.copy
@@ -133,7 +134,7 @@ def impl(request: pytest.FixtureRequest) -> ModuleType:
         message += "".join(traceback.format_exception_only(error))
     if message:
         pytest.fail(message, pytrace=False)
-    return module
+    return Keeping(module)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from formats.chat import encode_fact_question, encode_prompt
 from gpt_bounded_cache import SlidingWindowCache
-from gpt_kv_cache import GPT, generate
+from gpt_kv_cache import GPT, GPTConfig, generate
 from paged import PagedCache, Server
 from recycle import DATA, read_prompts
 from support.geometry import layer_kinds
@@ -223,6 +223,43 @@ class ServingRecord:
         write_page(path, "paged.py", data, "tracing_blocks.html")
 
 
+def tiny_server(
+    prompts: Sequence[list[int]], limits: Sequence[int], block_size: int, chunk_size: int = 64
+) -> Server:
+    """Return a server with blocks for all texts, and a model of one tiny layer: what is counted depends on lengths and
+    common beginnings only."""
+    lengths = [len(ids) + limit for ids, limit in zip(prompts, limits, strict=True)]
+    sizes = {"vocab_size": 1 + max(map(max, prompts)), "n_ctx": max(lengths)}
+    model = GPT(GPTConfig(**sizes, n_layer=1, n_head=1, n_embd=8)).eval()
+    n_blocks = sum(-(-length // block_size) for length in lengths)
+    server = Server(model, PagedCache(model, n_blocks, block_size), chunk_size)
+    for ids, limit in zip(prompts, limits, strict=True):
+        server.add(ids, limit)
+    return server
+
+
+def gap_table(prompts: Sequence[list[int]], limits: Sequence[int], block_size: int) -> str:
+    """Return a table, by the size of the chunks in which prompts are read: the most tokens that the model reads between
+    two tokens of a text, and the number of passes."""
+    rows = []
+    for chunk_size in (max(map(len, prompts)), 64, 16, 4):
+        server = tiny_server(prompts, limits, block_size, chunk_size)
+        passes: list[int] = []  # tokens read
+        server.model.register_forward_pre_hook(
+            lambda _, fed, passes=passes: passes.append(fed[0].size(1))
+        )
+        longest_gap = 0
+        n_read_before: dict[int, int] = {}  # by text: when it got its newest token
+        while server.busy:
+            written = server.step()
+            n_read = sum(passes)
+            for number, _ in written:
+                gap = n_read - n_read_before.get(number, n_read)
+                longest_gap, n_read_before[number] = max(longest_gap, gap), n_read
+        rows.append([f"chunks of {chunk_size}", f"{longest_gap}", f"{len(passes)}"])
+    return table(["", "longest gap, tokens read", "passes"], rows)
+
+
 def block_symbol(owners: list[int], can_be_found: bool) -> str:
     """Return the character for a block in the picture, by its owners and whether a new text could
     find it."""
@@ -304,6 +341,10 @@ The blocks of the last row. A letter: the text that owns the block; a number: ho
 and a new text would find what ":" holds.
 
 {record.picture()}
+
+The longest wait of a text for its next token, by the tokens that the model reads meanwhile:
+
+{gap_table(prompts, limits, block_size)}
 
 Exact: every text's tokens are its own. Slow: PyTorch copies all keys and values in every step, as a kernel
 needn't. `python3 -m benchmarks --requests` measures both on GPT-2 124M.""")

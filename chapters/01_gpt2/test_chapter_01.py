@@ -3,7 +3,6 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from types import ModuleType
 
 import pytest
@@ -12,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import gpt_baseline
+from chapters.calling import call, types_of
 from chapters.checking import assert_close, assert_refused, assert_same
 from gpt_baseline import GPT, GPTConfig
-
-promises = import_module("chapters.00_setup.promises")
 
 LOGITS = ("row", "token", "logit")
 CONFIGS = {
@@ -36,11 +34,6 @@ PARTS = {  # and what is silenced to see it alone
     "attention": ("mlp.c_proj",),
     "the MLP": ("attn.c_proj",),
 }
-
-
-@pytest.fixture
-def impl(impl: ModuleType) -> object:
-    return promises.Keeping(impl)
 
 
 def random_model(config: GPTConfig) -> GPT:
@@ -66,8 +59,7 @@ def equal(found: Tensor, expected: Tensor, why: str) -> None:
 @pytest.mark.ex1_1
 def test_prefill_sees_a_triangle_and_decoding_everything(impl: ModuleType) -> None:
     pos = torch.arange(4)
-    triangle = impl.causal_mask(pos, pos)
-    assert triangle.dtype == torch.bool, f"a mask of True and False, not of {triangle.dtype}"
+    triangle = call(impl.causal_mask, pos, pos, returns="bool (4, 4)")
     expected = [[key <= token for key in range(4)] for token in range(4)]
     assert_same(triangle.tolist(), expected, "rows of the triangle")
     row = impl.causal_mask(pos[-1:], pos).tolist()
@@ -107,7 +99,8 @@ def test_attention_is_torchs_attention(impl: ModuleType) -> None:
     for q, k, v, mask in cases(60):
         expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         what = f"attention() of q {tuple(q.shape)}, k {tuple(k.shape)}"
-        equal(impl.attention(q, k, v, mask), expected, what)
+        found = call(impl.attention, q, k, v, mask, returns=types_of(expected))
+        equal(found, expected, what)
 
 
 @pytest.mark.ex1_2
@@ -119,9 +112,8 @@ def test_large_scores_do_not_overflow(impl: ModuleType) -> None:
     mask = torch.tensor([[True, True, True], [True, False, True]])
     v = torch.tensor([[[[1.0] * 4, [5.0] * 4, [3.0] * 4]]])
     what = "scores of 1000 and -1000, of which exp is infinite or 0"
-    found = impl.attention(q, k, v, mask)
+    found = call(impl.attention, q, k, v, mask, returns="float32 (1, 1, 2, 4)")
     equal(found, torch.full((1, 1, 2, 4), 2.0), what)
-    promises.assert_type(found, q, "of float32")
 
 
 @pytest.mark.ex1_3
@@ -138,9 +130,8 @@ def test_gelu_is_the_one_that_gpt2_was_trained_with(impl: ModuleType) -> None:
 def test_gelu_of_large_numbers_is_a_number(impl: ModuleType) -> None:
     for large in (11.0, 30.0, 1e3, 1e4, 1e37):
         x, expected = torch.tensor([[large, -large, 0.0], [large, 0.0, 0.0]])
-        found, what = impl.gelu(x), f"GELU of {large:g}, {-large:g} and 0 in float32"
-        assert_close(found, expected, what)
-        promises.assert_type(found, expected, what)
+        what = f"GELU of {large:g}, {-large:g} and 0 in float32"
+        assert_close(call(impl.gelu, x, returns="float32 (3,)"), expected, what)
 
 
 @pytest.mark.ex1_4
@@ -164,7 +155,8 @@ def test_forward_computes_the_models_logits(impl: ModuleType, name: str) -> None
     model = random_model(CONFIGS[name])
     weights = dict(reversed(model.state_dict().items()))
     for n in (1, 5, 16):
-        found = impl.forward(text(2, n, n), weights, CONFIGS[name].n_head)
+        given = text(2, n, n), weights, CONFIGS[name].n_head
+        found = call(impl.forward, *given, returns=f"float64 (2, {n}, 50)")
         assert_close(found, model(text(2, n, n)), f"{name}, {n} tokens", LOGITS, 1e-8)
 
 
@@ -181,16 +173,15 @@ def counting(model: GPT) -> tuple[Callable[[Tensor], Tensor], list[Tensor]]:
     """A model that keeps what it is given."""
     fed: list[Tensor] = []
 
-    def call(ids: Tensor) -> Tensor:
+    def counted(ids: Tensor) -> Tensor:
         fed.append(ids.clone())
         return model(ids)
 
-    return call, fed
+    return counted, fed
 
 
 @pytest.mark.ex1_5
 @pytest.mark.parametrize("n_ctx", [16, 15])
-@torch.no_grad()
 def test_greedy_writes_what_the_baseline_writes(impl: ModuleType, n_ctx: int) -> None:
     config = replace(CONFIGS["heads wider than the stream"], n_ctx=n_ctx)
     model = random_model(config)
@@ -198,9 +189,8 @@ def test_greedy_writes_what_the_baseline_writes(impl: ModuleType, n_ctx: int) ->
         ids = text(1, n_prompt, n_prompt)
         expected = [int(token) for token in gpt_baseline.generate(model, ids, 30)]
         for n in (0, 1, 30):
-            call, fed = counting(model)
-            found = impl.greedy(call, ids, n, config.n_ctx)
-            promises.assert_type(found, expected[:n], "the tokens")
+            counted, fed = counting(model)
+            found = call(impl.greedy, counted, ids, n, config.n_ctx, returns="list[int]")
             assert_same(found, expected[:n], f"{n} tokens after {n_prompt}, context {config.n_ctx}")
             assert len(fed) == n, (
                 f"{n} tokens need {n} passes, not {len(fed)}: who reads the logits of the others?"
@@ -220,7 +210,6 @@ def test_tokens_read_are_those_that_the_baseline_reads(impl: ModuleType) -> None
             for n in (0, 1, 5, 40, 500):
                 lengths = range(n_prompt, n_prompt + n)
                 expected = sum(length - start(length, n_ctx) for length in lengths)
-                found = impl.tokens_read(n_prompt, n, n_ctx)
+                found = call(impl.tokens_read, n_prompt, n, n_ctx, returns="int")
                 what = f"{n} tokens after {n_prompt}, context {n_ctx}"
                 assert found == expected, f"{what}: {found}, must be {expected}"
-                promises.assert_type(found, expected, what)

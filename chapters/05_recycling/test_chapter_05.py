@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
-from functools import partial
 from itertools import product
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from chapters.calling import call
+from chapters.calling import call, copied, is_same
 from chapters.checking import assert_close, assert_keeps, assert_same, fail_in_layer
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from recycle import generate_as_published
@@ -26,7 +25,7 @@ CONFIG = GPTConfig(vocab_size=50, n_ctx=96, n_layer=3, n_head=2, n_embd=32)
 def make_model(seed: int = 0, config: GPTConfig = CONFIG) -> GPT:
     """A small model with random weights, large enough that a mistake shows."""
     torch.manual_seed(seed)
-    model = GPT(config).eval()
+    model = GPT(config)
     for p in model.parameters():
         p.data.add_(0.2 * torch.randn_like(p))
     return model
@@ -72,6 +71,7 @@ def assert_cache(cache: KVCache, model: GPT, ids: list[int], hint: str) -> None:
     """The cache is that of ids, read by the model."""
     __tracebackhide__ = True
     assert_same(cache.pos.tolist(), range(len(ids)), f"{hint}: positions")
+    assert cache.pos.dtype == torch.int64, f"{hint}: positions are of {cache.pos.dtype}"
     if ids:
         for one, other in zip(cache.layers, cache_of(model, ids).layers, strict=True):
             axes = ("keys or values", "row", "head", "token", "number")
@@ -96,16 +96,21 @@ def test_what_may_be_reused_of_random_texts(impl: ModuleType) -> None:
             f"{stored[i]} does not begin with the first {n} of {ids}"
         )
     assert impl.longest([], [1, 2])[1] == 0, "nothing is stored: the number is 0"
+    assert impl.longest([[5] * 9, [5] * 2000], [5] * 3000) == (1, 2000), "2,000 tokens"
 
 
 # --- 5.2 ------------------------------------------------------------------------------------------------------------
+
+
+class Store(dict):
+    """A dictionary that may be changed."""
 
 
 @pytest.mark.ex5_2
 def test_many_prompts_answered_as_cold_with_nothing_read_twice(
     impl: ModuleType, model: GPT
 ) -> None:
-    draw, store, texts = random.Random(1), {}, []
+    draw, store, texts = random.Random(1), Store(), []
     for trial in range(40):
         if texts and draw.random() < 0.7:  # the beginning of an earlier text, and something else
             text = list(draw.choice(texts))
@@ -118,7 +123,7 @@ def test_many_prompts_answered_as_cold_with_nothing_read_twice(
         what = f"prompt {trial}, {reusable} tokens reusable"
         expected, older = cold(model, text, n), dict(store)
         with reading(model) as (fed, _):
-            written = call(partial(impl.answer, store=store), model, text, n, returns="list[int]")
+            written = call(impl.answer, model, text, n, store, returns="list[int]")
         assert_same(written, expected, f"{what}: new tokens, by a cold run")
         whole = (*text, *written[:-1])
         assert_same(fed, whole[reusable:], f"{what}: tokens read, each once")
@@ -197,7 +202,10 @@ def loaded(impl: ModuleType, file: Path, model: GPT, ids: list[int]) -> tuple[KV
 def test_what_is_loaded_is_what_was_saved(impl: ModuleType, model: GPT, file: Path) -> None:
     changed, size = [*TEXT[:5], 1, *TEXT[6:]], file.stat().st_size
     for stored in (TEXT, TEXT[:1], TEXT[:2]):
-        call(impl.save, file, model, stored, cache_of(model, stored), returns="NoneType")
+        cache = cache_of(model, stored)
+        before = copied([cache.layers, cache.pos])
+        call(impl.save, file, model, stored, cache, returns="NoneType")
+        assert is_same([cache.layers, cache.pos], before), "save() must leave the cache as it is"
         if stored == TEXT:
             assert size < file.stat().st_size + 512, "what a failed pass has left is saved too"
         for ids in ([*TEXT, 1, 2], TEXT, TEXT[:4], TEXT[:1], changed, [9, 9]):

@@ -190,7 +190,10 @@ def test_no_family_is_on_both_sides(impl: ModuleType) -> None:
 def test_folds_are_drawn_and_can_be_drawn_again(impl: ModuleType) -> None:
     plain = some_families(3)
     with shared_generators_unchanged():
-        drawn = [[sorted(test) for _, test in impl.folds(plain, 3, seed)] for seed in range(8)]
+        drawn = [
+            [sorted(test) for _, test in impl.folds(plain, 3, seed)]
+            for seed in (*range(4), 8, 64, 1000, 10**6)
+        ]
     assert all(drawn.count(tests) == 1 for tests in drawn), "two of 8 seeds give the same folds"
     for Name.salt in range(4):
         again = [sorted(test) for _, test in impl.folds([*map(Name, plain)], 3, 0)]
@@ -221,9 +224,9 @@ def test_interval_of_one_value_a_family(impl: ModuleType) -> None:
     with shared_generators_unchanged():
         again = impl.interval(values, families)
     assert again == (mean, low, high), "the same seed gives the same interval"
-    assert impl.interval(values, families, seed=1)[1:] != (low, high), (
-        "another seed, and the same interval"
-    )
+    for other in ({"seed": 1}, {"draws": 5000}):
+        again = impl.interval(values, families, **other)
+        assert again[1:] != (low, high), f"the same interval for {other}"
     for draws, names in ((1, families), (1000, ["one family"] * 80)):
         _, low, high = impl.interval(values, names, draws)
         assert low == pytest.approx(high), f"{draws} draws of {len({*names})} families: a point"
@@ -241,7 +244,9 @@ def test_paraphrases_are_no_independent_evidence(impl: ModuleType) -> None:
     assert mean == pytest.approx(statistics.mean(values)), (
         "the mean is over values, not over families"
     )
-    assert impl.interval([0.0, 0.0, 3.0], ["a", "a", "b"])[0] == 1, "a value of 0 is a value"
+    for values, expected in (([0.0, 0.0, 3.0], 1), ([0.0, 0.0, 0.0], 0)):
+        found = call(impl.interval, values, ["a", "a", "b"], returns="tuple[float, float, float]")
+        assert found[0] == expected, "a value of 0 is a value"
 
 
 @pytest.mark.ex6_5

@@ -64,14 +64,14 @@ def change(dtype: torch.dtype, ids: Tensor, how: Callable[[GPT, Tensor], Tensor]
 @torch.no_grad()
 def main() -> None:
     ids = torch.tensor([load_tokenizer("pocket").encode(TEXT)])
-    print(f"{'':8}  next to 1 comes 1 +  in pieces  another GELU  wrong mask")
+    print(f"{'':8}  spacing above 1  in pieces  another GELU  wrong mask")
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         pieces, gelu, mask = (
             change(dtype, ids, how) for how in (in_pieces, another_gelu, wrong_mask)
         )
         name = str(dtype).removeprefix("torch.")
         print(
-            f"{name:8}  {torch.finfo(dtype).eps:19.7f}  {pieces:9.7f}  {gelu:12.7f}  {mask:10.7f}"
+            f"{name:8}  {torch.finfo(dtype).eps:15.7f}  {pieces:9.7f}  {gelu:12.7f}  {mask:10.7f}"
         )
 
 

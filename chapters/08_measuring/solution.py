@@ -170,6 +170,7 @@ class Int8Cache(KVCache):
     The base class keeps the numbers, and a second KVCache their scales. They count the tokens, make the mask, and drop
     what a failed pass has left; what is new is append(). A token is quantized once, when it is read. Its own pass
     attends to the quantized numbers too, so the logits of a text don't depend on how it is cut into chunks.
+    commit(), truncate() and nbytes serve both caches; to() and clone(), of the base class, would copy the numbers alone.
     """
 
     def __init__(self) -> None:
@@ -190,6 +191,15 @@ class Int8Cache(KVCache):
     def commit(self, pos: Tensor) -> None:
         super().commit(pos)
         self.scales.commit(pos)
+
+    def truncate(self, n: int) -> None:
+        super().truncate(n)
+        self.scales.truncate(n)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the numbers and of their scales."""
+        return super().nbytes + self.scales.nbytes
 
 
 @torch.no_grad()

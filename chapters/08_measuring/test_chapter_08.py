@@ -3,25 +3,28 @@
 import math
 import random
 from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
+from copy import deepcopy
+from importlib import import_module
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from chapters.calling import call, shared_generators_unchanged
 from chapters.checking import (
     assert_close,
-    assert_keeps,
+    assert_keeps_only,
     assert_refused,
     assert_right,
     assert_same,
+    tensor_bytes,
 )
-from gpt_kv_cache import GPT, MLP, Attention, GPTConfig, KVCache
+from gpt_kv_cache import GPT, GPTConfig, KVCache
 from load_gpt2_weights import load_model, load_tokenizer
 
+rounding = import_module("chapters.08_measuring.rounding")
 GIVEN = ("gpt_kv_cache",)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -33,7 +36,7 @@ def model_of(seed: int) -> GPT:
     heads, size = draw.randint(1, 3), draw.choice([8, 16])
     sizes = draw.randint(80, 120), 64, draw.randint(1, 4), heads, draw.choice([heads * size, 40])
     config = GPTConfig(*sizes, head_dim=size)
-    model = GPT(config).eval().requires_grad_(False)
+    model = GPT(config).requires_grad_(False)
     for p in model.parameters():
         p.add_(0.2 * torch.randn_like(p))
     return model
@@ -62,7 +65,10 @@ def test_the_floor_is_the_bytes_by_the_bandwidth(impl: ModuleType) -> None:
             f"weights alone at {speed} GB/s: {got:,.0f} bytes in the time returned, must be {weights:,}: "
             f"{weights // size:,} numbers of {size} bytes; a GB is 1e9 bytes"
         )
-        got = impl.floor_ms(model, speed, tokens, texts) * speed * 1e6 - weights
+        got = (
+            call(impl.floor_ms, model, speed, tokens, texts, returns="float") * speed * 1e6
+            - weights
+        )
         assert got == pytest.approx(cache.nbytes, abs=0.1), (
             f"{tokens} tokens of {texts} texts: {got:,.0f} bytes beside the weights, which all texts share, must be "
             f"{cache.nbytes:,}: keys and values, 2, by {c.n_layer} layers, {c.n_head} heads, head size {c.head_dim}, "
@@ -197,7 +203,8 @@ def test_the_mean_is_that_of_the_prompts(impl: ModuleType) -> None:
 @pytest.mark.ex8_4
 def test_the_width_is_that_of_the_normal_for_many_prompts(impl: ModuleType) -> None:
     values = 3 + np.random.default_rng(2).normal(size=400)
-    one = impl.interval(values, np.arange(400), draws=4000)
+    types = "tuple[float, float, float]"
+    one = call(impl.interval, values, np.arange(400), draws=4000, returns=types)
     half = 1.96 * values.std() / math.sqrt(400)
     for end, found, expected in zip(("lower", "upper"), one[1:], (-half, half), strict=True):
         expected += values.mean()
@@ -210,9 +217,9 @@ def test_the_width_is_that_of_the_normal_for_many_prompts(impl: ModuleType) -> N
     for draws, prompt in ((1, np.arange(400)), (2000, np.zeros(400))):
         _, low, high = impl.interval(values, prompt, draws)
         assert low == pytest.approx(high), f"{draws} draws of {len({*prompt})} prompts: one point"
-    assert impl.interval(values, np.arange(400), draws=4000, seed=1)[1:] != one[1:], (
-        "another seed, and the same interval"
-    )
+    for other in ({"seed": 1, "draws": 4000}, {"draws": 5000}):
+        again = impl.interval(values, np.arange(400), **other)
+        assert again[1:] != one[1:], f"the same interval for {other}"
 
 
 # --- 8.5 ------------------------------------------------------------------------------------------------------------
@@ -259,32 +266,6 @@ def test_other_shapes_and_what_is_not_finite_are_not_the_same(impl: ModuleType) 
     assert impl.same(0 * large, 0 * large), "zeros are the same as zeros"
 
 
-def masked(sees: Callable[[Tensor, Tensor], Tensor]) -> type[Attention]:
-    """Attention in which a query sees what sees(key's position, query's position) says."""
-
-    class Masked(Attention):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
-            pos = torch.arange(k.size(2))
-            return super().forward(q, k, v, sees(pos, pos[:, None]))
-
-    return Masked
-
-
-class _ExactGELU(MLP):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(F.gelu(self.c_fc(x)))
-
-
-def changed(model: GPT, ids: Tensor, part: str, cls: type) -> Tensor:
-    """The logits (B, T, V) of a model with another class for a part of each block."""
-    for block in model.h:
-        getattr(block, part).__class__ = cls
-    logits = model(ids)
-    for block in model.h:
-        getattr(block, part).__class__ = {"attn": Attention, "mlp": MLP}[part]
-    return logits
-
-
 def models() -> Iterator[tuple[str, GPT, Tensor]]:
     for seed in range(4):
         model = model_of(seed)
@@ -292,39 +273,29 @@ def models() -> Iterator[tuple[str, GPT, Tensor]]:
             model.config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(seed)
         )
         yield f"random weights, seed {seed}", model, ids
-    text = "Everyone in Tolben knew Halek and his sister Belessa. On a sunny evening late in November, the two of them"
     pocket = load_model("pocket", model_class=GPT).requires_grad_(False)
-    yield "pocket", pocket, torch.tensor([load_tokenizer("pocket").encode(text)])
+    yield "pocket", pocket, torch.tensor([load_tokenizer("pocket").encode(rounding.TEXT)])
 
 
 @pytest.mark.ex8_5
 def test_rounding_passes_and_bugs_do_not(impl: ModuleType) -> None:
-    wrong = {
-        "sees the next token too": masked(lambda key, query: key <= query + 1),
-        "does not see the token itself": masked(lambda key, query: (key < query) | (key == 0)),
-        "does not see the first token": masked(
-            lambda key, query: (key <= query) & ((key > 0) | (query == 0))
-        ),
-    }
     for name, float32, ids in models():
         for dtype in DTYPES:
-            model = float32.to(dtype)
-            expected, case = model(ids), f"{name}, {dtype}"
+            model, case = deepcopy(float32).to(dtype), f"{name}, {dtype}"
+            expected = model(ids)
             for sizes in ([1] * ids.size(1), [7, 1, ids.size(1) - 8]):
                 cache = KVCache()
                 got = torch.cat([model(piece, cache) for piece in ids.split(sizes, 1)], 1)
                 for size in (1e-3, 1.0, 1e3):
-                    assert impl.same(size * got, size * expected), (
-                        f"{case}: fed in {len(sizes)} pieces, logits times {size}, which is only rounding"
-                    )
-            for what, cls in wrong.items():
-                assert not impl.same(changed(model, ids, "attn", cls), expected), (
-                    f"{case}: a mask that {what}"
-                )
+                    what = f"{case}: fed in {len(sizes)} pieces, logits times {size}"
+                    found = call(impl.same, size * got, size * expected, returns="bool")
+                    assert found, f"{what}, which is only rounding"
             if dtype == torch.float32:
-                assert not impl.same(changed(model, ids, "mlp", _ExactGELU), expected), (
-                    f"{case}: another GELU, which only float32 is fine enough to show"
-                )
+                other = rounding.another_gelu(deepcopy(model), ids)
+                why = f"{case}: another GELU, which only float32 is fine enough to show"
+                assert not impl.same(other, expected), why
+            other = rounding.wrong_mask(model, ids)
+            assert not impl.same(other, expected), f"{case}: a mask that sees the next token too"
 
 
 # --- 8.6 ------------------------------------------------------------------------------------------------------------
@@ -360,15 +331,18 @@ def test_vectors_of_any_dtype_and_size(
 @pytest.mark.ex8_6
 @torch.no_grad()
 def test_the_cache_is_a_quarter_and_a_bit(impl: ModuleType) -> None:
-    model, cache = model_of(1), impl.Int8Cache()
-    ids = torch.randint(80, (2, 30), generator=torch.Generator().manual_seed(0))
+    model, before = model_of(1), tensor_bytes()
+    ids, cache = (
+        torch.randint(80, (2, 30), generator=torch.Generator().manual_seed(0)),
+        impl.Int8Cache(),
+    )
     for piece in ids.split([20, 1, 9], 1):
         model(piece, cache)
     c = model.config
     needed = 2 * c.n_layer * 2 * c.n_head * 30 * (c.head_dim + 4)
     what = f"30 tokens of {c.head_dim} numbers of int8 and a float32 scale for each vector"
-    kept = SimpleNamespace(**vars(cache), layers_of_scales=cache.scales.layers)
-    assert_keeps(kept, needed + cache.pos.nbytes, what, spare=512)
+    assert cache.nbytes == needed, f"{what}: nbytes is {cache.nbytes}, must be {needed}"
+    assert_keeps_only(cache, needed, before, what, spare=1024 + ids.nbytes)
 
 
 @pytest.mark.ex8_6
@@ -388,8 +362,11 @@ def test_it_does_not_matter_how_a_text_is_fed(impl: ModuleType) -> None:
 
 
 @pytest.mark.ex8_6
-def test_a_pass_that_fails_leaves_nothing_that_counts(impl: ModuleType) -> None:
-    question = "a pass that fails in the middle, then goes on"
+@pytest.mark.parametrize(
+    "question",
+    ["a pass that fails in the middle, then goes on", "a text is cut back anywhere, then goes on"],
+)
+def test_what_is_dropped_leaves_nothing_that_counts(impl: ModuleType, question: str) -> None:
     assert_right(model_of(2), impl.Int8Cache, question, approximate=0.05)
 
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from chapters.calling import call, types_of
 from chapters.checking import (
     assert_close,
     assert_refused,
     assert_right,
     assert_same,
     random_ids,
-    returned,
 )
 from hybrid_kv_cache import Hybrid, HybridConfig
 
@@ -106,9 +106,8 @@ def test_latents_are_read_as_they_are(impl: ModuleType, S: int, scale: float) ->
     given = [randn(*shape, seed=seed).double() for seed, shape in enumerate(shapes)]
     given[0] *= scale
     with FlopCounterMode(display=False) as counter:
-        found = returned(impl.absorbed, *given)
+        found = call(impl.absorbed, *given, returns="float64 (4, 16)")
     what = f"{H} heads of {D}, {S} latents of {R}, rotated keys of {E}, queries times {scale}"
-    assert found.dtype == torch.float64, f"{what}: float64 in, {found.dtype} out"
     assert_close(found, expanded(*given), what, ("head", "number"))
     products, making = counter.get_total_flops() // 2, S * H * R * D  # a sum for each product
     message = f"{what}: {products:,} multiplications; all keys alone take {making:,}: make none"
@@ -132,22 +131,24 @@ def test_a_token_fades_then_corrects_then_reads(impl: ModuleType) -> None:
         ),
     ]:
         gates = torch.tensor([decay]), torch.tensor([write])
-        read, found = returned(impl.delta_rule, state, key, key, value, *gates)
+        types = "tuple[float32 (1, 2), float32 (2, 2)]"
+        read, found = call(impl.delta_rule, state, key, key, value, *gates, returns=types)
         assert_close(found, torch.tensor(expected), f"{why}: the state", ("row", "column"))
         assert_close(read, found[:1], f"{why}: the query reads the new state", ("", "number"))
 
 
 @pytest.mark.ex12_3
 def test_tokens_come_one_after_another(impl: ModuleType) -> None:
-    q, k, v, state = randn(4, 20, 6)
+    q, k, v, state = randn(4, 20, 6).double()
     state = state[:6]
-    k, (decay, write) = k / k.norm(dim=1, keepdim=True), randn(2, 20, seed=1).sigmoid()
+    k, (decay, write) = k / k.norm(dim=1, keepdim=True), randn(2, 20, seed=1).double().sigmoid()
     expected, now = [], state
     for t in range(20):  # state' = decay (1 - write k k^T) state + write k v^T
-        erase = torch.eye(6) - write[t] * torch.outer(k[t], k[t])
+        erase = torch.eye(6).double() - write[t] * torch.outer(k[t], k[t])
         now = decay[t] * erase @ now + write[t] * torch.outer(k[t], v[t])
         expected.append(q[t] @ now)
-    read, last = returned(impl.delta_rule, state, q, k, v, decay, write)
+    types = f"tuple[{types_of(q)}, {types_of(state)}]"
+    read, last = call(impl.delta_rule, state, q, k, v, decay, write, returns=types)
     assert_close(read, torch.stack(expected), "20 tokens: what they read", ("token", "number"))
     assert_close(last, now, "20 tokens: the state after them", ("row", "column"))
 
@@ -176,9 +177,9 @@ def test_how_far_back(
     layers = [impl.Layer(*([given] if isinstance(given, str) else given)) for given in layers]
     what = f"{layers}, {n} tokens read: {why}"
     if len(layers) == 1:
-        can = (returned(impl.can_cut, layers[0], n, cut, kind=bool) for cut in range(n + 1))
+        can = [call(impl.can_cut, layers[0], n, cut, returns="bool") for cut in range(n + 1)]
         assert_same([cut for cut, yes in enumerate(can) if yes], expected, f"can_cut, {what}")
-    assert_same(returned(impl.cuts, layers, n, kind=list), expected, f"cuts, {what}")
+    assert_same(call(impl.cuts, layers, n, returns="list[int]"), expected, f"cuts, {what}")
 
 
 @pytest.mark.ex12_4
@@ -186,7 +187,8 @@ def test_how_far_back(
 def test_any_layers(impl: ModuleType, seed: int) -> None:
     """Beside a count of the tokens that a layer holds, and of those that the next one would need."""
     draw = random.Random(seed)
-    kind, window, n = draw.choice(["window", "state"]), draw.randint(2, 6), draw.randint(1, 20)
+    kind, window = draw.choice(["window", "state"]), draw.randint(2, 6)
+    n = draw.randint(1, 20) if seed else 300
     kept = window - 1 + draw.randint(0, 3) if kind == "window" else 0
     saved = *draw.sample(range(1, n + 5), 2), *range(n, n + draw.randint(0, 4))
     layers = [impl.Layer("full"), impl.Layer(kind, window, kept, saved), impl.Layer("latent")]
@@ -198,13 +200,14 @@ def test_any_layers(impl: ModuleType, seed: int) -> None:
         return exact | {read} | {copy for copy in saved if copy <= read}
 
     what = f"{layers}, {n} tokens read"
-    assert_same(returned(impl.cuts, layers, n, kind=list), sorted(cuts_after(n)), f"cuts, {what}")
+    found = call(impl.cuts, layers, n, returns="list[int]")
+    assert_same(found, sorted(cuts_after(n)), f"cuts, {what}")
     shared, prompt = draw.randint(0, n), n + draw.randint(0, 1)
     read = prompt - max(cut for cut in cuts_after(n) if cut <= min(shared, prompt - 1))
-    found = returned(impl.read_again, layers, n, shared, prompt, kind=int)
+    found = call(impl.read_again, layers, n, shared, prompt, returns="int")
     what += f"; a prompt of {prompt} shares {shared}, and its last token is read again"
     assert found == read, f"{what}: {found} in all, must be {read}"
     limit = draw.choice([0, 3, 7])
     drafted = max(d for d in range(limit + 1) if {*range(n, n + d)} <= cuts_after(n + d))
-    found = returned(impl.most_drafted, layers, n, limit, kind=int)
+    found = call(impl.most_drafted, layers, n, limit, returns="int")
     assert found == drafted, f"{what}; of {limit}, {found} may be drafted, must be {drafted}"

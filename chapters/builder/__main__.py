@@ -1,7 +1,7 @@
 """Bring the pages up to date: their code, diffs, outputs, tables and numbers come from the files they are about.
 
 `python3 -m chapters.builder` rewrites what stands between the marks of all pages (filler.py says how marks are
-written): the top README.md and those of borrow, studies, benchmarks, pocket and the chapters. It also makes the
+written): the top README.md, those of borrow, studies, benchmarks, pocket and chapters, and each chapter. It also makes the
 chapters' pictures, `side_by_side/`, the weights of the page that runs in a browser (live.py), and the notebook of the
 two-hour course (notebook.py), unless it has a student's work in it.
 `--check` writes nothing, and fails if anything is stale. With `--stubs` every exercise.py is written anew too (or

@@ -6,6 +6,7 @@
   output(command, *words)          what a command prints, run in the project's folder; python3 stands for this Python
   picture(name)                    PICTURES[name] of the chapter's pictures.py, an SVG file and its alternative text
   listing(name)                    a whole file of borrow/
+  minutes(chapter)                 the minutes of a chapter, as its first lines have them
 
 A chapter's words on a hunk, the paragraph after it, are also those in the margin of the page that shows both files side
 by side; where a hunk isn't shown, <!-- about(old, new, number, last) --> stands before them. Words in
@@ -41,6 +42,13 @@ def chapter_folders(numbers: list[int]) -> list[Path]:
         known = ", ".join(map(str, folders))
         raise ValueError(f"there is no chapter {unknown.pop()}: they are {known}")
     return [folders[number] for number in sorted(numbers or folders)]
+
+
+def minutes(chapter: int) -> str:
+    """Return the minutes that a chapter takes to read, and those of its exercises, such as "45 + 90"."""
+    (folder,) = chapter_folders([chapter])
+    head = re.search(r"^\*(\d+) minutes to read, (\d+)", read_text(folder / "README.md"), re.M)
+    return " + ".join(head.groups())
 
 
 @cache

@@ -20,6 +20,7 @@ from chapters.builder.blocks import (
     code,
     diff,
     listing,
+    minutes,
     output,
     picture,
     transformers_table,
@@ -42,15 +43,15 @@ def methods() -> str:
     return rendered(METHODS, FUNCTIONS)
 
 
-OWN = (added, code, demo, diff, lectures, line_count, listing, live_page, methods, output)
-OWN += (transformers_table,)
+OWN = (added, code, demo, diff, lectures, line_count, listing, live_page, methods)
+OWN += (minutes, output, transformers_table)
 FUNCTIONS: dict[str, Callable[..., object]] = {
     **studies.pages.FUNCTIONS,
     **benchmarks.pages.FUNCTIONS,
     **{function.__name__: function for function in OWN},
     "examiner": examiner,
 }
-ROOMS = {room: ROOT / room for room in ("borrow", "studies", "benchmarks", "pocket")}
+ROOMS = {room: ROOT / room for room in ("borrow", "studies", "benchmarks", "pocket", "chapters")}
 STUDIES = {path.parent.name: path.parent for path in sorted(ROOT.glob("studies/*/README.md"))}
 CHAPTERS = {str(int(folder.name[:2])): folder for folder in chapter_folders([])}
 PAGES = {  # by what `python3 -m chapters.builder` calls them
