@@ -165,6 +165,7 @@ FIGURES = {
         "xlabel": "bytes a token of a text of 512, in half precision",
         "y": "kl",
         "ylabel": "KL to full attention, nats",
-        "ways": ["norm:(?!skip).*", "(?!full|pre|swapped|norm:skip).*"],
+        "yscale": "log",
+        "ways": ["norm:(?!skip).*", "(?!full|pre|swapped|norm:skip|sinks:.*bits).*"],
     },
 }
