@@ -142,6 +142,7 @@ def offline_page(browser: Any) -> Iterator[Any]:
     """Yield a page of a browser that is offline; an error in a script fails the test."""
     context = browser.new_context(viewport={"width": 1500, "height": 900}, offline=True)
     page, errors = context.new_page(), []
+    page.set_default_timeout(120_000)  # ms: a busy machine is slow, and not wrong
 
     def said(message: Any) -> None:
         if message.type == "error":

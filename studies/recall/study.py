@@ -61,7 +61,7 @@ class Size(NamedTuple):
     answers: int = 2048  # for each number of pairs, at least
 
 
-QUICK = Size(pairs=(8, 32), models=1, steps=20, least_gain=1.0, answers=256)
+QUICK = Size(pairs=(32, 64, 128), models=1, steps=20, least_gain=1.0, answers=256)
 
 
 # --- The task ---------------------------------------------------------------------------------------
