@@ -195,6 +195,6 @@ def for_each(
         for name, text in zip(said, column, strict=True):
             if text:
                 names_of_text.setdefault(text, []).append(name)
-        texts.append("; ".join(f"{', '.join(x)} {text}" for text, x in names_of_text.items()))
+        texts.append("; ".join(f"{', '.join(x)}: {text}" for text, x in names_of_text.items()))
     answer = worst if len(said) == len(results.every[key]) else None
     return (answer, sentences[answers.index(worst)], *texts)

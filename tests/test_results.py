@@ -203,11 +203,11 @@ def test_a_claim_on_every_size_is_as_good_as_the_worst_or_the_best(rows: Results
         answers.append([for_each(rows, "size", judge, decide)[:2] for decide in (min, max)])
     # each with the sentence of the place that decides
     assert answers == [[(1, "1"), (1, "1")], [(-1, "2"), (1, "1")], [(-1, "1"), (-1, "1")]]
-    assert for_each(rows, "size", judge)[2] == "1, 2 0.00"
+    assert for_each(rows, "size", judge)[2] == "1, 2: 0.00"
     assert [*rows.conditions_read] == ["a machine; size 1", "a machine; size 2"]
     rows.every["size"] = [1, 3]
-    assert for_each(rows, "size", judge) == (None, "1", "1 0.00")  # size 3 wasn't measured
-    assert for_each(rows.at_place("size", 2), "size", judge) == (-1, "2", "2 0.00")
+    assert for_each(rows, "size", judge) == (None, "1", "1: 0.00")  # size 3 wasn't measured
+    assert for_each(rows.at_place("size", 2), "size", judge) == (-1, "2", "2: 0.00")
 
 
 def test_a_curve_over_a_part_of_the_setting_is_of_one_setting(rows: Results) -> None:

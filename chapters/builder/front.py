@@ -43,15 +43,16 @@ texts rewritten with drafts copied from them: \
 {{ format(figure("speculation", "text:8", "taken", model="smollm2", mode="greedy", task="rewrite"), "±") }} of the time, \
 {{ figure("speculation", "text:8", "passes", model="smollm2", mode="greedy", task="rewrite") }} passes per 1,000 tokens |
 | [`overfill.py`](overfill.py) | lets a large model read, and a small one write | approximate | \
-perplexity of {{ figure("refreshing", "none", "perplexity", model="smollm2", trained="int5").values | length }} \
-sampled texts: SmolLM2 {{ figure("refreshing", "teacher", "perplexity", model="smollm2", trained="int5") }}, its copy \
-in 5 bits {{ figure("refreshing", "student", "perplexity", model="smollm2", trained="int5") }}, with SmolLM2's cache \
-{{ figure("refreshing", "none", "perplexity", model="smollm2", trained="int5") }}: no gain shown, \
+no gain shown: perplexity of \
+{{ figure("refreshing", "none", "perplexity", model="smollm2", trained="int5").values | length }} sampled texts: SmolLM2 \
+{{ figure("refreshing", "teacher", "perplexity", model="smollm2", trained="int5") }}, its copy in 5 bits \
+{{ figure("refreshing", "student", "perplexity", model="smollm2", trained="int5") }}, with SmolLM2's cache \
+{{ figure("refreshing", "none", "perplexity", model="smollm2", trained="int5") }}, \
 {{ format(change("refreshing", "none", "student", "perplexity", model="smollm2", trained="int5"), "±") }} |
 | [`projector.py`](projector.py) | guesses first tokens from a given, similar prompt | approximate | \
-KL(exact∥guess)={{ figure("projection", "written", "kl", on="given") }} nats \
-({{ rows("projection").find("written", "kl", on="given")["n"] }} countries, twice each); \
-copying {{ figure("projection", "neighbour", "kl") }}; limit 0.05 |
+{{ rows("projection").find("written", "kl", on="given")["n"] }} countries' capitals: KL(exact∥guess) \
+{{ figure("projection", "written", "kl", on="given") }} nats, the similar prompt's prediction \
+{{ figure("projection", "neighbour", "kl") }}; limit 0.05 |
 | [`compress.py`](compress.py) | stores the cache in 8, 4 or 2 bits, or drops tokens | approximate | 4 bits: \
 {{ figure("compression", "bits:4", "half", model="smollm2") }} of \
 {{ figure("compression", "full", "half", model="smollm2") }} bytes a token (half precision), \

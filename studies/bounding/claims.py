@@ -131,7 +131,7 @@ def text_quality(results: Results) -> Answer:
 
 
 @question(
-    "Does a window work better if it keeps the first 4 tokens of the text?",
+    "On SmolLM2, does a window work better if it keeps the first 4 tokens of the text?",
     at={"model": "smollm2"},
 )
 def sinks(results: Results) -> Answer:
@@ -182,7 +182,7 @@ def our_rule(results: Results) -> Answer:
     )
 
 
-@question("In equal bytes, does the delta rule recall more than both?", at=LOOKING_UP)
+@question("In about equal bytes, does the delta rule recall more than both?", at=LOOKING_UP)
 def delta_rule(results: Results) -> Answer:
     return compare_rules(results, "delta", {"ours": "our rule", "sum": "the sum"})
 

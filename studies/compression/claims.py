@@ -84,7 +84,7 @@ def without_loss(results: Results, way: str, words: str) -> Answer:
         above, facts = there.figure(way, "above"), there.figure(way, "facts")
         full = there.figure("full", "facts")
         return (
-            min(above.below(NO_LOSS), facts.change(full).within(NO_FACTS_LOST)),
+            min(above.below(NO_LOSS), facts.change(full).above(-NO_FACTS_LOST)),
             f"{words} change the perplexity of {there.place} by {above:±}",
             f"{above:±}",
             f"{facts:±}, {full} by full attention",

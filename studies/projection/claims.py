@@ -33,8 +33,7 @@ SENTENCES = [
     "summary tokens take m/T of a prompt's cache. The maps come to that: a head's stage 1 has T m (2d)² "
     "numbers, its stage 2 (2 m d)².",
     '"For RoPE, assign virtual tokens to the earliest positions" (Implementation notes): all m keys '
-    "take one rotation here, that of the position after them. A rotation is linear and changes no norm, "
-    "so a stage 1 fitted to m rotations would read as well.",
+    "take one rotation here, that of the position after them.",
 ]
 NAMES = {
     "hit": "exact prefix hit",
@@ -139,8 +138,8 @@ def latency(results: Results) -> Answer:
     ]
     return (
         answers.pop() if len(answers) == 1 else NOT_SHOWN,
-        f"Of {LENGTHS[0]} tokens, the first token comes {mapped[0]} sooner, of {LENGTHS[2]} {mapped[2]}, of "
-        f"{LENGTHS[-1]:,} {mapped[-1]}",
+        f"Mapped at every start, the first token of {LENGTHS[0]} tokens comes {mapped[0]} sooner, of "
+        f"{LENGTHS[2]} {mapped[2]}, of {LENGTHS[-1]:,} {mapped[-1]}",
         f"retrieval included, by tokens of the prompt, if mapped at every start {by_length[0]}; if mapped "
         f"at storage {by_length[1]}",
     )
@@ -163,7 +162,7 @@ def linearity(results: Results) -> Answer:
         written = there.figure("written", "low", on="given")
         return (
             max(answers),
-            f"With the similar prompt given, {written:±} of first tokens on {there.place} are right",
+            f"With the similar prompt given, {written:±} of first tokens on {there.place} have a KL of at most 0.05",
             f"{written:±}",
             f"{there.figure('proposed', 'low', on='given')}",
             f"{there.figure('stage1-written', 'low', on='fit')}",
@@ -186,7 +185,7 @@ def linearity(results: Results) -> Answer:
         sentence,
         f"KL ≤ 0.05 as written on {written}. With 16 and 32 summary tokens, on capitals {capitals}, on "
         f"story {story}. With a smaller stage 1 on {smaller}. Stage 1 as written alone, on the prompts "
-        f"of its fit, {alone}. Its error on 120 of these after 200 and 800 steps: quiz "
+        f"of its fit, {alone}. Fitted on 120 of these alone, its error after 200 and 800 steps: quiz "
         f"{errors('quiz', 'fit')}, story {errors('story', 'fit')}; on others quiz "
         f"{errors('quiz', 'given')}, story {errors('story', 'given')}",
     )
@@ -205,8 +204,9 @@ def position_rule(results: Results) -> Answer:
         )
 
     answer, sentence, found = for_each(results, "kind", judge)
-    capitals = results.figure("rule", "low", on="given")
-    return answer, f"{sentence}; on SmolLM2's capitals {capitals}", f"on {found}"
+    if "capitals" in results.every["kind"]:
+        sentence += f"; on SmolLM2's capitals {results.figure('rule', 'low', on='given')}"
+    return answer, sentence, f"on {found}"
 
 
 @question(
@@ -247,7 +247,7 @@ def learned_tokens(results: Results) -> Answer:
                 found = [there.figure(way, "kl", on="given", m=m) for way in ways]
                 answers.append(max(kl.change(learned).below(0) for kl in found))
                 best = min(found, key=lambda kl: kl.value)
-                texts.append(f"{best} and {learned} with {m}")
+                texts.append(f"{best} and {learned}")
         written, learned = (there.figure(way, "kl", on="given") for way in ("written", "learned"))
         return (
             max(answers),
@@ -259,7 +259,8 @@ def learned_tokens(results: Results) -> Answer:
     return (
         answer,
         sentence,
-        f"the similar prompt given, nats by the better stage 1 and that baseline: {found}",
+        f"the similar prompt given, nats by the better stage 1 and that baseline, with 8 and with 16 "
+        f"summary tokens: {found}",
     )
 
 
@@ -273,7 +274,8 @@ def eighth_token(results: Results) -> Answer:
         )
         return (
             until_ready.below(0),
-            f"On {there.place}, the eighth token's time changes by {until_ready:±}",
+            f"On {there.place}, the eighth token's time changes by {until_ready:±}; "
+            f"{there.figure('until-ready', 'from_summary')} of the eight are guesses",
             f"{until_ready:±}, {there.figure('until-ready', 'from_summary')}",
             f"{second_exact:±}",
         )

@@ -300,7 +300,7 @@ def measure_eighth_token(rows: Results, trial: Trial, prompts: list[Prompt], tur
     """Append the time to the eighth token: cold, with the exact cache as soon as it is ready, and
     with the exact cache from the second token on; and how many of the eight are the summary's."""
     setting, model = {"kind": trial.kind}, trial.model
-    if not rows.ways_due(["until-ready", "second-exact"], "eighth_ms", **setting):
+    if not rows.ways_due(["second-exact"], "from_summary", **setting):
         return
     way = trial.ways["proposed"]
     library = trial.library(way, trial.stored_prompts("test"))

@@ -231,7 +231,7 @@ def measure(rows: Results, trial: Trial, stored: Sequence[str], args: argparse.N
     # The source's order comes first: nothing may be warm.
     for order in ("interleaved",) if args.quick else ("source", "interleaved"):
         setting = model | {"order": order}
-        if rows.ways_due(["cold"], "latency", **setting):
+        if rows.ways_due(["published"], "alpha", **setting):
             add_answers(rows, trial, trial.store_and_answer(stored, order, size.turns), setting)
     if has_chat_form(trial.recycler.tokenizer):
         measure_chat(rows, trial.recycler, model | {"order": "chat"}, size.chat_turns)

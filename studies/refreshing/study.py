@@ -407,10 +407,14 @@ def add_predicted_times(texts: Texts, refreshes: dict[str, list[list[Refresh]]])
     line = np.polyfit([*seconds], [*map(np.median, seconds.values())], 1)
     overfill_seconds = texts.rows.figure("none", "total", **texts.setting).value
     for way, of_turns in refreshes.items():
-        for last in of_turns[-1:]:
-            prefill_seconds = np.polyval(line, [refresh.tokens_read for refresh in last])
-            predicted = 1 + prefill_seconds.sum() / overfill_seconds
-            texts.rows.add_values(way, texts.setting | {"by": "formula"}, time=[predicted])
+        predicted = [
+            1
+            + np.polyval(line, [refresh.tokens_read for refresh in of_turn]).sum()
+            / overfill_seconds
+            for of_turn in of_turns
+        ]
+        if predicted:  # the teacher's own texts have no refreshes
+            texts.rows.add_values(way, texts.setting | {"by": "formula"}, time=predicted)
 
 
 # --- The study --------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ class Writer(NamedTuple):
 @torch.no_grad()
 def compare_ways(rows: Results, writer: Writer, setting: Setting, all_ways: Sequence[str]) -> None:
     """Append the rows of the ways that have none yet; they take turns with the teacher alone."""
-    ways = rows.ways_due(all_ways, "passes", **setting)
+    ways = rows.ways_due(all_ways, "perplexity", **setting)
     runs = {way: partial(writer.write, way, setting["mode"]) for way in ("teacher", *ways)}
     written = run_in_turns(runs, len(writer.prompts)) if ways else {}
     for way in ways:
@@ -113,9 +113,9 @@ def compare_ways(rows: Results, writer: Writer, setting: Setting, all_ways: Sequ
             figures["same"].append(float(text.ids == alone.ids))
             figures["perplexity"].append(nats)
             drafted, accepted = drafted + counts.drafted, accepted + counts.accepted
-        rows.add_values(way, setting, **figures)
         if drafted:
             rows.add_figures(way, setting, len(writer.prompts), kept=[accepted / drafted])
+        rows.add_values(way, setting, **figures)  # the last of them tells that a way has its rows
 
 
 def measure(rows: Results, args: argparse.Namespace) -> None:
