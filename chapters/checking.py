@@ -159,20 +159,6 @@ def fail_in_layer(model: nn.Module, ids: Tensor, cache: object, layer: int) -> N
     fail(f"a pass that is to fail in layer {layer} doesn't get there: {instead}")
 
 
-def pass_after_failure(
-    model: Callable[[Tensor, object], Tensor], ids: Tensor, cache: object, what: str
-) -> Tensor:
-    """Return the logits of a pass after one that failed, or fail and say that it has left something."""
-    __tracebackhide__ = True
-    try:
-        return model(ids, cache)
-    except NotImplementedError:  # a kind of RuntimeError: not written yet
-        raise
-    except RuntimeError as error:
-        said = str(error)
-    fail(f"{what}: does append() use what a failed pass has left? The next pass: {said}")
-
-
 def assert_refused(call: Callable[[], object], what: str, *needed: object) -> None:
     """Fail unless a call raises ValueError and its message has all words and numbers in `needed`,
     none of them as a part of a longer one."""
