@@ -10,6 +10,7 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from examine import CHECKS, Subject, Trial
 
@@ -125,6 +126,19 @@ def assert_keeps_only(
     assert_keeps(owner, at_most, what, spare)
     kept = tensor_bytes() - before
     assert kept <= at_most + spare, f"{what}: {kept:,} bytes are alive, {at_most:,} are enough"
+
+
+class Watch(TorchDispatchMode):
+    """Counts operations, and the numbers of the largest tensor that they make."""
+
+    operations, largest = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.operations += 1
+        if isinstance(result, Tensor):
+            self.largest = max(self.largest, result.untyped_storage().nbytes() // result.itemsize)
+        return result
 
 
 def random_ids(batch: int, n: int, seed: int = 0) -> Tensor:
