@@ -68,7 +68,7 @@ def borrowed_names(path: Path, chapter: Path, given: Collection[str]) -> set[str
     imported, names = set(), set()
     for node in ast.walk(ast.parse(path.read_text("utf-8"), str(path))):
         if isinstance(node, ast.ImportFrom):
-            imported.add(node.module or ".")
+            imported |= {node.module or "."} | {alias.name for alias in node.names} & REACH_TESTS
         elif isinstance(node, ast.Import):
             imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.Name):
@@ -81,12 +81,13 @@ def borrowed_names(path: Path, chapter: Path, given: Collection[str]) -> set[str
 
 
 def judges(module: ModuleType) -> dict[str, object]:
-    """Return the functions and classes that decide on a test module's points, by name."""
+    """Return the functions and classes that decide on a test module's points, and the functions' code, by name."""
     found = {f"torch.{name}": getattr(torch, name) for name in ("allclose", "equal", "isclose")}
     for owner in (builtins, pytest, torch.Tensor, checking, module):
         for name, value in vars(owner).items():
             if callable(value):
                 found[f"{owner.__name__}.{name}"] = value
+                found[f"{owner.__name__}.{name}.__code__"] = getattr(value, "__code__", None)
     return found
 
 
