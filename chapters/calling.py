@@ -1,5 +1,6 @@
 """What every task promises: a call leaves its arguments as they are, and returns the types that its signature names."""
 
+import builtins
 import inspect
 import random
 import re
@@ -141,14 +142,20 @@ def call(function: Callable[..., Any], *arguments: object, returns: str, **optio
 
 
 def types_of(x: object) -> str:
-    """Return the types of a result, such as "tuple[int, list[float]]". A named tuple is a tuple."""
-    if isinstance(x, Tensor):
+    """Return the types of a result, such as "tuple[int, list[float]]". A named tuple is a tuple. A class that has the
+    name of a built-in one is no such: its objects could be equal to anything."""
+    if type(x) in (Tensor, nn.Parameter):
         return f"{x.dtype} {tuple(x.shape)}".removeprefix("torch.")
     if isinstance(x, tuple):
         return f"tuple[{', '.join(map(types_of, x))}]"
     if type(x) is list:
         return f"list[{' | '.join(sorted({*map(types_of, x)}))}]"
-    return "dict" if isinstance(x, dict) else type(x).__name__
+    if isinstance(x, dict):
+        return "dict"
+    name = type(x).__name__
+    if type(x) is getattr(builtins, name, type(x)):
+        return name
+    return f"a class of its own, {name}"
 
 
 @contextmanager

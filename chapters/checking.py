@@ -10,6 +10,7 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from examine import CHECKS, Subject, Trial
 
@@ -127,6 +128,19 @@ def assert_keeps_only(
     assert kept <= at_most + spare, f"{what}: {kept:,} bytes are alive, {at_most:,} are enough"
 
 
+class Watch(TorchDispatchMode):
+    """Counts operations, and the numbers of the largest tensor that they make."""
+
+    operations, largest = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.operations += 1
+        if isinstance(result, Tensor):
+            self.largest = max(self.largest, result.untyped_storage().nbytes() // result.itemsize)
+        return result
+
+
 def random_ids(batch: int, n: int, seed: int = 0) -> Tensor:
     """Return random token ids (batch, n), below 100."""
     return torch.randint(100, (batch, n), generator=torch.Generator().manual_seed(seed))
@@ -157,20 +171,6 @@ def fail_in_layer(model: nn.Module, ids: Tensor, cache: object, layer: int) -> N
         for hook in hooks:
             hook.remove()
     fail(f"a pass that is to fail in layer {layer} doesn't get there: {instead}")
-
-
-def pass_after_failure(
-    model: Callable[[Tensor, object], Tensor], ids: Tensor, cache: object, what: str
-) -> Tensor:
-    """Return the logits of a pass after one that failed, or fail and say that it has left something."""
-    __tracebackhide__ = True
-    try:
-        return model(ids, cache)
-    except NotImplementedError:  # a kind of RuntimeError: not written yet
-        raise
-    except RuntimeError as error:
-        said = str(error)
-    fail(f"{what}: does append() use what a failed pass has left? The next pass: {said}")
 
 
 def assert_refused(call: Callable[[], object], what: str, *needed: object) -> None:

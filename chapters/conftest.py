@@ -23,8 +23,7 @@ import torch
 
 CHAPTERS = Path(__file__).resolve().parent
 sys.path.insert(0, str(CHAPTERS.parent))
-from chapters import checking  # noqa: E402
-from chapters.calling import Keeping  # noqa: E402
+from chapters import calling, checking  # noqa: E402
 
 # Names and modules by which a file reaches the tests, or another file's code.
 RUN_TEXT = {"compile", "eval", "exec", "__builtins__", "__import__"}
@@ -68,7 +67,7 @@ def borrowed_names(path: Path, chapter: Path, given: Collection[str]) -> set[str
     imported, names = set(), set()
     for node in ast.walk(ast.parse(path.read_text("utf-8"), str(path))):
         if isinstance(node, ast.ImportFrom):
-            imported.add(node.module or ".")
+            imported |= {node.module or "."} | {alias.name for alias in node.names} & REACH_TESTS
         elif isinstance(node, ast.Import):
             imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.Name):
@@ -81,12 +80,13 @@ def borrowed_names(path: Path, chapter: Path, given: Collection[str]) -> set[str
 
 
 def judges(module: ModuleType) -> dict[str, object]:
-    """Return the functions and classes that decide on a test module's points, by name."""
+    """Return the functions and classes that decide on a test module's points, and the functions' code, by name."""
     found = {f"torch.{name}": getattr(torch, name) for name in ("allclose", "equal", "isclose")}
-    for owner in (builtins, pytest, torch.Tensor, checking, module):
+    for owner in (builtins, pytest, torch.Tensor, calling, checking, module):
         for name, value in vars(owner).items():
             if callable(value):
                 found[f"{owner.__name__}.{name}"] = value
+                found[f"{owner.__name__}.{name}.__code__"] = getattr(value, "__code__", None)
     return found
 
 
@@ -109,7 +109,7 @@ def same_judges(request: pytest.FixtureRequest, judges_before: dict[str, object]
 
 
 @pytest.fixture(scope="module")
-def impl(request: pytest.FixtureRequest) -> Keeping:
+def impl(request: pytest.FixtureRequest) -> calling.Keeping:
     """The module under test, whose calls may change no argument. Fails with a message if there is none: the error that
     the file raises, with its line, or what it may not use."""
     from support.files import import_file
@@ -134,7 +134,7 @@ def impl(request: pytest.FixtureRequest) -> Keeping:
         message += "".join(traceback.format_exception_only(error))
     if message:
         pytest.fail(message, pytrace=False)
-    return Keeping(module)
+    return calling.Keeping(module)
 
 
 @pytest.hookimpl(wrapper=True)

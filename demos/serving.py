@@ -244,19 +244,20 @@ def gap_table(prompts: Sequence[list[int]], limits: Sequence[int], block_size: i
     rows = []
     for chunk_size in (max(map(len, prompts)), 64, 16, 4):
         server = tiny_server(prompts, limits, block_size, chunk_size)
-        passes: list[int] = []  # tokens read
-        server.model.register_forward_pre_hook(
-            lambda _, fed, passes=passes: passes.append(fed[0].size(1))
-        )
-        longest_gap = 0
+        longest_gap = n_read = n_passes = 0
+
+        def count(_: GPT, fed: tuple[Tensor, ...]) -> None:
+            nonlocal n_read, n_passes
+            n_read += fed[0].size(1)
+            n_passes += 1
+
+        server.model.register_forward_pre_hook(count)
         n_read_before: dict[int, int] = {}  # by text: when it got its newest token
         while server.busy:
-            written = server.step()
-            n_read = sum(passes)
-            for number, _ in written:
+            for number, _ in server.step():
                 gap = n_read - n_read_before.get(number, n_read)
                 longest_gap, n_read_before[number] = max(longest_gap, gap), n_read
-        rows.append([f"chunks of {chunk_size}", f"{longest_gap}", f"{len(passes)}"])
+        rows.append([f"chunks of {chunk_size}", f"{longest_gap}", f"{n_passes}"])
     return table(["", "longest gap, tokens read", "passes"], rows)
 
 

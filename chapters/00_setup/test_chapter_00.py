@@ -2,6 +2,7 @@
 
 import difflib
 import random
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -14,6 +15,11 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAIRS = [
     ("gpt_baseline.py", "gpt_kv_cache.py", ["# NEW"]),
     ("gpt_kv_cache.py", "gpt_bounded_cache.py", ["# RING", "# BCT"]),
+    (
+        "gpt_kv_cache.py",
+        "llama_kv_cache.py",
+        ["# ROPE", "# GQA", "# RMS", "# SWIGLU", "# QKNORM", "# LLAMA"],
+    ),
 ]
 FILES = [pair[:2] for pair in PAIRS]
 
@@ -85,6 +91,8 @@ def test_hunks_of_another_text_are_refused(impl: ModuleType) -> None:
     second, beyond = impl.Hunk(1, ["two", "drei"], ["2"]), impl.Hunk(3, ["four", "five"], [])
     why = "a hunk removes line 3 of the old text as 'drei', and it is 'three'"
     assert_refused(lambda: impl.apply(old, [first, second]), why, 3, "drei", "three")
+    indented = partial(impl.apply, ["one", "    two"], [impl.Hunk(1, ["two"], [])])
+    assert_refused(indented, "a hunk removes line 2 as 'two', and it is indented", 2, "two")
     why = "a hunk removes line 5 as 'five', and the old text ends after 4"
     assert_refused(lambda: impl.apply(old, [first, beyond]), why, 5, "five", "end")
 

@@ -126,7 +126,7 @@ class Ring:
 
     gpt_bounded_cache.GPT calls `append` in every layer, in order, and `commit` at the end of a
     pass. A pass may fail at any point, before `commit`: then no token that can still be read or
-    kept may have changed.
+    kept may have changed. What a failed pass left may be NaN: a mask doesn't hide that.
     """
 
     def __init__(self, window: int, sinks: int = 0) -> None:
@@ -285,7 +285,7 @@ class RotaryRing:
         divided by sqrt(D), which may be 1000 or -1000. The query and the keys are rotated by their
         places; values aren't.
 
-        The first token allocates sinks + window slots; no other memory is kept."""
+        The first token allocates sinks + window slots in the dtype of k; no other memory is kept."""
         # exercise 3.6
         n, size = self.n_read, self.sinks + self.window
         if not n:

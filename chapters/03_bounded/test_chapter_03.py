@@ -94,8 +94,11 @@ def test_the_logits_are_those_of_an_uncached_pass(
 
 
 @pytest.mark.ex3_2
-def test_memory_is_allocated_once_and_handed_out_as_it_is(impl: ModuleType) -> None:
-    new, where = torch.randn(2, 1, 2, 90, 4).bfloat16(), set()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_memory_is_allocated_once_and_handed_out_as_it_is(
+    impl: ModuleType, dtype: torch.dtype
+) -> None:
+    new, where = torch.randn(2, 1, 2, 90, 4, dtype=dtype), set()
     before, cache = tensor_bytes(), impl.Preallocated(90)
     for a, b in [(0, 3), (3, 4), (4, 89), (89, 90)]:
         pos = torch.arange(a, b)
@@ -316,3 +319,13 @@ def test_places_are_counted_among_the_tokens_held(
         where.add((ring.keys.data_ptr(), ring.values.data_ptr()))
     assert len(where) == 1, "the memory has moved: something was allocated after the first token"
     assert_keeps(ring, 2 * k[0].nbytes * (sinks + window), what, spare=64)
+
+
+@pytest.mark.ex3_6
+def test_half_precision_is_kept_as_such(impl: ModuleType) -> None:
+    given = torch.randn(3, 20, 2, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    ring, expected = impl.RotaryRing(5, 1), attended(impl, *given.double(), 5, 1)
+    for q, k, v, right in zip(*given, expected, strict=True):
+        found = call(ring.step, q, k, v, returns="bfloat16 (2, 8)")
+        assert_close(found, right, "in bfloat16", ("head", "number"), 0.1)
+    assert_keeps(ring, 2 * k.nbytes * 6, "6 tokens in bfloat16", spare=64)

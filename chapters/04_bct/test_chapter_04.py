@@ -6,10 +6,9 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from chapters.calling import call, types_of
-from chapters.checking import assert_close
+from chapters.checking import Watch, assert_close
 from gpt_bounded_cache import BCT, BCTConfig, BoundedMemory
 
 
@@ -158,19 +157,6 @@ def test_the_parallel_form_is_the_recurrence(impl: ModuleType) -> None:
             tiny = impl.parallel(*given[:3], 1e-9 * w)
         assert_close(tiny, expected, f"{what}, all weights times 1e-9", axes, 1e-6)
     call(impl.parallel, *(x.detach().float() for x in given), returns=f"float32 {(T, D)}")
-
-
-class Watch(TorchDispatchMode):
-    """Counts operations, and the numbers of the largest tensor that they make."""
-
-    operations, largest = 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        self.operations += 1
-        if isinstance(result, Tensor):
-            self.largest = max(self.largest, result.untyped_storage().nbytes() // result.itemsize)
-        return result
 
 
 @pytest.mark.ex4_3

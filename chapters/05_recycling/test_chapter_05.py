@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from chapters.calling import call, copied, is_same
+from chapters.calling import call, copied, is_same, types_of
 from chapters.checking import assert_close, assert_keeps, assert_same, fail_in_layer
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from recycle import generate_as_published
@@ -135,6 +135,7 @@ def test_many_prompts_answered_as_cold_with_nothing_read_twice(
         )
         texts.append(whole)
     for ids, cache in store.items():
+        assert types_of([*ids]) == "list[int]", f"stored under {types_of(ids)}, must be ints"
         hint = "a stored cache is no longer that of its tokens: was it used itself?"
         assert_cache(cache, model, list(ids), hint)
 
@@ -214,6 +215,12 @@ def test_what_is_loaded_is_what_was_saved(impl: ModuleType, model: GPT, file: Pa
             assert not warned, f"{what}: nothing is wrong with the file, and load() warns"
             assert_cache(cache, model, ids[:n], what)
             assert_keeps(cache, cache.nbytes, f"{what}: copy them")
+    half = make_model().to(torch.bfloat16)
+    stored = cache_of(half, TEXT)
+    impl.save(file, half, TEXT, stored)
+    cache, warned = loaded(impl, file, half, [*TEXT, 1])
+    before = [kv.to(torch.bfloat16) for kv in stored.layers]
+    assert is_same(cache.layers, before) and not warned, "a cache in bfloat16 stays as it is"
     cache, warned = loaded(impl, file.with_name("none"), model, TEXT)
     assert len(cache) == 0 and not warned, "no file is no error: nothing has been stored yet"
 

@@ -5,15 +5,13 @@ import math
 import random
 import statistics
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from chapters.calling import call, shared_generators_unchanged
-from chapters.checking import assert_close, assert_refused, assert_same
+from chapters.checking import Watch, assert_close, assert_refused, assert_same
 
 
 def normal(seed: int, *shape: int) -> Tensor:
@@ -113,32 +111,20 @@ def test_ridge_is_augmented_least_squares(impl: ModuleType) -> None:
     for trial in range(40):
         N, F, out = draw.randint(1, 30), draw.randint(1, 30), draw.randint(1, 4)
         x, y, penalty = normal(trial, N, F), normal(100 + trial, N, out), 10 ** draw.uniform(-3, 2)
-        x, y = (x, y) if trial % 2 else (x.double(), y.double())
+        x, y = (x, y) if trial % 2 else (x.double() / 3, y.double() / 3)
         w = call(impl.ridge, x, y, penalty, returns=f"float64 {(F, out)}")
         what = f"{N} examples, {F} features, penalty {penalty:.3g}: w"
-        assert_close(w, augmented(x, y, penalty), what, ("feature", "output"), tolerance=1e-6)
+        tolerance = 1e-6 if trial % 2 else 1e-10
+        assert_close(w, augmented(x, y, penalty), what, ("feature", "output"), tolerance)
 
 
 @pytest.mark.ex6_3
 @pytest.mark.parametrize(("N", "F"), [(8, 3000), (3000, 8)])
 def test_few_examples_or_features_make_no_large_matrix(impl: ModuleType, N: int, F: int) -> None:
-    class Largest(TorchDispatchMode):
-        """Notes how many numbers the largest tensor has that is made."""
-
-        numbers = 0
-
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            made = func(*args, **(kwargs or {}))
-            if isinstance(made, Tensor):
-                self.numbers = max(self.numbers, made.numel())
-            return made
-
-    with Largest() as seen:
+    with Watch() as watch:
         impl.ridge(normal(5, N, F), normal(6, N, 5), 0.1)
-    assert seen.numbers <= N * F, (
-        f"{N} examples of {F} features: a tensor of {seen.numbers:,} numbers was made"
+    assert watch.largest <= N * F, (
+        f"{N} examples of {F} features: a tensor of {watch.largest:,} numbers was made"
     )
 
 

@@ -20,8 +20,10 @@ from overfill import Periodic, RefreshedPair, generate_refreshed
 from studies.refreshing.study import refresh_as_published
 
 GIVEN = ("gpt_kv_cache",)
-WIDE = GPTConfig(vocab_size=50, n_ctx=64, n_layer=3, n_head=2, n_embd=32)
-NARROW = GPTConfig(vocab_size=50, n_ctx=64, n_layer=3, n_head=2, n_embd=16, head_dim=16, n_inner=24)
+WIDE = GPTConfig(vocab_size=50, n_ctx=160, n_layer=3, n_head=2, n_embd=32)
+NARROW = GPTConfig(
+    vocab_size=50, n_ctx=160, n_layer=3, n_head=2, n_embd=16, head_dim=16, n_inner=24
+)
 
 
 def model_of(config: GPTConfig, seed: int) -> GPT:
@@ -271,7 +273,7 @@ def by_definition(teacher: GPT, student: GPT, ids: Tensor, n: int, every: int) -
 def test_it_writes_what_the_definition_says(
     impl: ModuleType, teacher: GPT, student: GPT, every: int
 ) -> None:
-    for n in (0, 1, 20, 45):
+    for n in (0, 1, 20, 150 if every == 8 else 45):
         ids, one, two, asked = text(7, n), Counting(teacher), Counting(student), []
 
         def due(since: int, logits: Tensor, asked: list[tuple[int, int]] = asked) -> bool:
@@ -429,3 +431,7 @@ def test_drafts_at_the_edges(impl: ModuleType) -> None:
     ):
         kept, _ = accept(impl, p, q, draft, [u] * len(draft))
         assert kept == expected, f"{what}: {kept} tokens stay, must be {expected}"
+    near, even = torch.tensor([[0.4995, 0.5005]] * 2).double(), torch.tensor([[0.5, 0.5]]).double()
+    _, following = accept(impl, near, even, [0], [0.9995])
+    what = "p is 0.0005 less than q for the drafted token, 0.0005 more for the other one"
+    assert_close(following, torch.tensor([0.0, 1.0]), what, ("id",))

@@ -83,7 +83,8 @@ def in_turn(contenders: dict[str, Callable[[], float]], turns: int) -> dict[str,
 def times_as_fast(base: list[float], other: list[float]) -> float:
     """Return how many times as fast `other` is as `base`, from the milliseconds of both in the same turns; above 1 if
     it takes less time. Turns in which the whole machine was slow must not change the result, nor a few in which only
-    one of the two was slow. Raises ValueError, with both numbers, if the numbers of turns differ.
+    one of the two was slow. Two turns with ratios 1 and 2 give 1.5. Raises ValueError, with both numbers, if the
+    numbers of turns differ.
     """
     # exercise 8.3
     if len(base) != len(other):
@@ -153,9 +154,9 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return vectors x (..., D) as int8 numbers (..., D), and a scale for each vector (..., 1) in the dtype of x.
 
     Number times scale, computed in float32, is the original number to within half a scale, and the largest magnitude in
-    a vector becomes 127 or -127: in any dtype, if the largest magnitude is at least 0.001. (Compute in float32. Scales
-    of bfloat16 and float16 are rounded, so that more than 127 may come out, and 128 would wrap round to -128.) A vector
-    of zeros stays zeros, with a finite scale.
+    a vector becomes 127 or -127: in any dtype, if the largest magnitude is at least 0.001. (Compute in float32.)
+    Smaller ones may be less exact, but keep their signs: a float16 scale of 1e-5 / 127 is rounded by a quarter, and 168
+    would wrap round. A vector of zeros stays zeros, with a finite scale.
     """
     # exercise 8.6
     wide = x.to(torch.promote_types(x.dtype, torch.float32))

@@ -124,12 +124,13 @@ def test_tokens_a_second_are_those_of_decoding(impl: ModuleType) -> None:
         [400.0, 20.0, 25.0, 22.0],
         [390.0, 24.0, 26.0, 300.0],
         [410.0, 30.0, 30.0, 30.0],
+        [400.0, 20.0, 26.0, 30.0, 100.0],
     ]
     for texts in (1, 8):
-        found, expected = call(impl.tokens_per_s, turns, texts, returns="float"), texts * 1e3 / 26
+        found, expected = call(impl.tokens_per_s, turns, texts, returns="float"), texts * 1e3 / 27
         assert found == pytest.approx(expected), (
             f"{texts} texts: {found:.2f} tokens/s, must be {expected:.2f}: without first turn and first tokens the "
-            "medians of the turns are 22, 26 and 30 ms, their median is 26, and a step writes a token of every text"
+            "medians of the turns are 22, 26, 30 and 28 ms, their median is 27, and a step writes a token of every text"
         )
 
 
@@ -179,6 +180,8 @@ def test_few_disturbances_of_one_of_the_two_do_not_matter(impl: ModuleType) -> N
             f"{got:.3f} times as fast, must be {truth:.3f}. Turn by turn it is {ratios}: of these the median isn't "
             "disturbed"
         )
+    got = impl.times_as_fast([1.0, 2.0], [1.0, 1.0])
+    assert got == 1.5, f"{got} times as fast in two turns, 1 and 2 times, must be 1.5"
     base, other = [1.0, 2.0, 3.0], [1.0, 2.0]
     assert_refused(lambda: impl.times_as_fast(base, other), "3 turns of one, 2 of the other", 3, 2)
 
@@ -217,9 +220,10 @@ def test_the_width_is_that_of_the_normal_for_many_prompts(impl: ModuleType) -> N
     for draws, prompt in ((1, np.arange(400)), (2000, np.zeros(400))):
         _, low, high = impl.interval(values, prompt, draws)
         assert low == pytest.approx(high), f"{draws} draws of {len({*prompt})} prompts: one point"
-    for other in ({"seed": 1, "draws": 4000}, {"draws": 5000}):
-        again = impl.interval(values, np.arange(400), **other)
-        assert again[1:] != one[1:], f"the same interval for {other}"
+    found = [one[1:]]
+    for other in ({"seed": 1, "draws": 4000}, {"seed": 2, "draws": 4000}, {"draws": 5000}):
+        found.append(impl.interval(values, np.arange(400), **other)[1:])
+        assert found.count(found[-1]) == 1, f"the same interval for {other} as for another seed"
 
 
 # --- 8.5 ------------------------------------------------------------------------------------------------------------
@@ -322,6 +326,8 @@ def test_vectors_of_any_dtype_and_size(
     assert found == [127], f"{what}: the largest of each vector must become 127, and became {found}"
     off = float(((numbers.float() * scales.float() - x.float()).abs() / scales.float()).max())
     assert off <= 0.501, f"{what}: off by {off:.2f} scales, must be half of one: compute in float32"
+    numbers, _ = impl.quantized(torch.tensor([1e-5, -1e-5], dtype=dtype))
+    assert_same(numbers.sign().tolist(), [1, -1], f"{dtype}: the signs of 1e-5 and -1e-5")
     numbers, scales = impl.quantized(torch.zeros(2, dtype=dtype))
     assert scales.isfinite().all() and not numbers.any(), (
         f"a vector of zeros: numbers {numbers.tolist()}, scales {scales.tolist()}"

@@ -156,5 +156,6 @@ def receive(stream: BinaryIO, model: GPT) -> tuple[list[int], KVCache]:
 
     Raises ValueError if the sender's model is another one, even of the same geometry, before any keys or values are
     read: compare fingerprint(model). Raises ValueError, too, if the stream ends too early.
+    Read no more than this message: another may follow.
     """
     raise NotImplementedError("exercise 10.6")

@@ -236,6 +236,7 @@ def receive(stream: BinaryIO, model: GPT) -> tuple[list[int], KVCache]:
 
     Raises ValueError if the sender's model is another one, even of the same geometry, before any keys or values are
     read: compare fingerprint(model). Raises ValueError, too, if the stream ends too early.
+    Read no more than this message: another may follow.
     """
     # exercise 10.6
     head = json.loads(_read(stream))

@@ -296,6 +296,17 @@ def test_another_models_cache_and_half_a_stream_are_refused(impl: ModuleType) ->
 
 
 @pytest.mark.ex10_6
+def test_another_message_may_follow(impl: ModuleType) -> None:
+    stream, model, prompts = io.BytesIO(), random_model(), (PROMPT[:3], PROMPT[3:8])
+    for prompt in prompts:
+        impl.send(stream, model, prompt)
+    stream.seek(0)
+    for prompt in prompts:
+        text, _ = impl.receive(stream, model)
+        assert_same(text[:-1], prompt, "two messages in one stream, received in turn: the prompt")
+
+
+@pytest.mark.ex10_6
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("n", [1, 300], ids="{} tokens".format)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import llama_kv_cache
-from chapters.calling import call
+from chapters.calling import call, types_of
 from chapters.checking import assert_close, assert_refused, assert_same
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import generate
@@ -68,11 +68,14 @@ def test_stage_2_pairs_are_of_two_halves(impl: ModuleType) -> None:
 
 
 @pytest.mark.ex11_1
-def test_stage_2_half_precision_changes_the_numbers_and_not_the_positions(impl: ModuleType) -> None:
-    x, pos = randn(1, 1, 2, 12).bfloat16(), torch.tensor([256, 257])
-    found = call(impl.rotate, x, pos, SPEED, returns="bfloat16 (1, 1, 2, 12)")
+@pytest.mark.parametrize(("dtype", "n"), [(torch.bfloat16, 256), (torch.float16, 2048)])
+def test_stage_2_half_precision_changes_the_numbers_and_not_the_positions(
+    impl: ModuleType, dtype: torch.dtype, n: int
+) -> None:
+    x, pos = randn(1, 1, 2, 12).to(dtype), torch.tensor([n, n + 1])
+    found = call(impl.rotate, x, pos, SPEED, returns=types_of(x))
     expected = impl.rotate(x.float(), pos, SPEED)
-    what = "in bfloat16, positions 256 and 257"
+    what = f"in {dtype}, positions {n} and {n + 1}"
     assert_close(found, expected, what, ("row", "head", "token"), 0.02)
 
 
@@ -181,6 +184,8 @@ def test_moved_keys_are_those_of_the_same_text_further_on(impl: ModuleType, by: 
     for layer, (kv, expected) in enumerate(zip(cache.layers, further.layers, strict=True)):
         found = call(impl.moved, kv, by, SPEED, returns="float32 (2, 2, 2, 6, 12)")
         assert_close(found, expected, f"layer {layer}, by {by}", axes, 2e-3)
+        found = call(impl.moved, kv.bfloat16(), by, SPEED, returns="bfloat16 (2, 2, 2, 6, 12)")
+        assert_close(found, expected, f"layer {layer}, by {by}, in bfloat16", axes, 0.05)
 
 
 class Elsewhere(llama_kv_cache.KVCache):

@@ -66,8 +66,9 @@ def absorbed(
     (H, R, D). A query has the same two parts, q (H, D) and q_rope (H, E), and a score is divided by
     the square root of the numbers of a key, D + E.
 
-    No keys and values of the S tokens, one or more, may be made: they would take 2 S H R D multiplications. Scores may
-    be large, so that exp() of one is infinite. The dtype is that of the arguments.
+    No keys and values of the S tokens, one or more, may be made: they would take 2 S H R D multiplications. No tensor
+    may have the S H D numbers of all keys. Scores may be large, so that exp() of one is infinite. The dtype is that of
+    the arguments.
     """
     raise NotImplementedError("exercise 12.2")
 

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from chapters.calling import call, types_of
 from chapters.checking import (
+    Watch,
     assert_close,
     assert_refused,
     assert_right,
@@ -105,13 +106,15 @@ def test_latents_are_read_as_they_are(impl: ModuleType, S: int, scale: float) ->
     shapes = [(H, D), (H, E), (S, R), (S, E), (H, R, D), (H, R, D)]
     given = [randn(*shape, seed=seed).double() for seed, shape in enumerate(shapes)]
     given[0] *= scale
-    with FlopCounterMode(display=False) as counter:
+    with Watch() as watch, FlopCounterMode(display=False) as counter:
         found = call(impl.absorbed, *given, returns="float64 (4, 16)")
     what = f"{H} heads of {D}, {S} latents of {R}, rotated keys of {E}, queries times {scale}"
     assert_close(found, expanded(*given), what, ("head", "number"))
     products, making = counter.get_total_flops() // 2, S * H * R * D  # a sum for each product
     message = f"{what}: {products:,} multiplications; all keys alone take {making:,}: make none"
     assert products < making or S == 1, message
+    message = f"{what}: a tensor of {watch.largest:,} numbers; all keys have {S * H * D:,}"
+    assert watch.largest < S * H * D or S == 1, message
 
 
 @pytest.mark.ex12_3

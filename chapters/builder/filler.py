@@ -43,13 +43,25 @@ def methods() -> str:
     return rendered(METHODS, FUNCTIONS)
 
 
-OWN = (added, code, demo, diff, lectures, line_count, listing, live_page, methods)
-OWN += (minutes, output, transformers_table)
+OWN = (
+    added,
+    code,
+    demo,
+    diff,
+    examiner,
+    lectures,
+    line_count,
+    listing,
+    live_page,
+    methods,
+    minutes,
+    output,
+    transformers_table,
+)
 FUNCTIONS: dict[str, Callable[..., object]] = {
     **studies.pages.FUNCTIONS,
     **benchmarks.pages.FUNCTIONS,
     **{function.__name__: function for function in OWN},
-    "examiner": examiner,
 }
 ROOMS = {room: ROOT / room for room in ("borrow", "studies", "benchmarks", "pocket", "chapters")}
 STUDIES = {path.parent.name: path.parent for path in sorted(ROOT.glob("studies/*/README.md"))}

@@ -4,6 +4,7 @@
 """
 
 import difflib
+import re
 import textwrap
 import tomllib
 
@@ -74,14 +75,13 @@ def added(old: str, new: str) -> str:
 
 
 def demo() -> str:
-    """Return the recorded output of the README's first command; the text that it writes is cut short, and the times in
-    all are left out."""
+    """Return the recorded output of the README's first command. "[...]" stands for the rest of the text that it writes, and
+    for the times in all."""
     recorded = read_text(ROOT / "chapters" / "builder" / "demo.txt")
     text, mark, measured = recorded.rstrip().partition("\n[prefill")
     beginning = textwrap.shorten(text, 60, placeholder=" [...]")
-    table, _, rest = measured.partition("\n\nIn all")
-    same = rest.partition("\n")[2]
-    return f"```text\n$ python3 gpt_kv_cache.py --compare\n{beginning}\n{mark}{table}\n{same}\n```"
+    measured = re.sub("^In all.*", "[...]", measured, flags=re.M)
+    return f"```text\n$ python3 gpt_kv_cache.py --compare\n{beginning}\n{mark}{measured}\n```"
 
 
 def examiner() -> str:
