@@ -130,16 +130,22 @@ class RecallingHybrid(Recaller, Hybrid):
     """A model with other layers, for these texts."""
 
 
+def states_in_place_of_slots(config: BCTConfig) -> dict[str, int]:
+    """Return the geometry of the largest states that, with a convolution's inputs, fit into the
+    bytes of a BCT's slots."""
+    numbers = 2 * config.head_dim * config.slots
+    size = max(D for D in range(2, numbers, 2) if numbers >= D * D + 3 * D)
+    return {"n_kv_head": config.n_head, "head_dim": size, "conv": 2}
+
+
 def build_model(way: str, slots: int, seed: int) -> Recaller:
     """Return a new model for a way; the same seed always gives the same model."""
     torch.manual_seed(seed)
     rule = "mean" if way == "ours" else "sum"
     config = BCTConfig(**GEOMETRY, slots=slots, recent=0, rule=rule, read_by_mk=way == "sum-mk")
-    if way == "delta":  # the largest states that, with a convolution's inputs, fit into the slots
-        numbers = 2 * config.head_dim * slots
-        size = max(D for D in range(2, numbers, 2) if numbers >= D * D + 3 * D)
-        heads = {"n_kv_head": config.n_head, "head_dim": size, "conv": 2}
-        return RecallingHybrid(HybridConfig(**GEOMETRY, **heads, kinds=("state", "state")))
+    if way == "delta":
+        states = states_in_place_of_slots(config)
+        return RecallingHybrid(HybridConfig(**GEOMETRY, **states, kinds=("state", "state")))
     if way not in ("full", "window"):
         return RecallingBCT(config)
     model = RecallingGPT(GPTConfig(**GEOMETRY))
