@@ -184,10 +184,9 @@ def measure_windows(rows: Results, name: str, model: nn.Module, quick: bool) -> 
     else:
         texts = [tokenizer.encode_ordinary(text) for text in read_texts().values()]
     texts = texts[: 2 if quick else None]
+    lengths = sorted({min(map(len, texts)), max(map(len, texts))})  # one, if all are alike
     rows.set_model_conditions(
-        name,
-        model,
-        f"{len(texts)} texts of {min(map(len, texts))} to {max(map(len, texts))} tokens",
+        name, model, f"{len(texts)} texts of {' to '.join(map(str, lengths))} tokens"
     )
 
     @cache
