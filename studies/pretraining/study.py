@@ -85,12 +85,13 @@ def measure(rows: Results, quick: bool) -> None:
         memories[way] = Memory(way, model, lambda _, model=model: model.new_cache())
     _, tokens = steps_and_tokens(recipes["full"])
     state_size = recipes["delta"].config.head_dim
+    weights = sum(p.numel() for p in Hybrid(recipes["delta"].config).parameters())
     rows.set_model_conditions(
         "GPT-2 of pocket's layers and width, trained from scratch",
         memories["full"].model,
         f"{steps:,} steps, {tokens / 1e6:.1f} million tokens in rows of {GEOMETRY['n_ctx']}",
         f"{MEMORIES['sum']['slots']} slots, or ours of {MEMORY['slots']} and the last {MEMORY['recent']} tokens, "
-        f"or a window of {recipes['window'].window}, or a state of {state_size} by {state_size}",
+        f"or a window of {recipes['window'].window}, or a state of {state_size} by {state_size} ({weights:,} parameters)",
         f"{size.documents} held-out documents, {size.explanations} explanations",
         "one seed",
     )
