@@ -124,8 +124,8 @@ def test_entropy_is_in_bits_and_of_any_logits(impl: ModuleType) -> None:
     many = torch.randn(3, 4, 50_000)
     for logits in (*edges, many, many.double(), many.bfloat16()):
         nats = torch.distributions.Categorical(logits=logits.double()).entropy()
-        returns = f"float32 {tuple(nats.shape)}"
-        assert_returns(nats.abs() / math.log(2), returns, impl.entropy, logits)
+        bits = nats.abs() / math.log(2)
+        assert_returns(bits, f"float32 {tuple(bits.shape)}", impl.entropy, logits)
 
 
 @pytest.mark.ex7_3
@@ -242,8 +242,7 @@ def test_what_stays_and_what_follows(impl: ModuleType) -> None:
         lacking = (p - F.pad(q, (0, 0, 0, 1))).clamp(min=0)[right]
         if not lacking.any():
             lacking = p[right]
-        returns = "tuple[int, float32 (9,)]"
-        kept, following = call(impl.accepted, p, q, draft, u, returns=returns)
+        kept, following = call(impl.accepted, p, q, draft, u, returns="tuple[int, float32 (9,)]")
         what = f"draft {draft}, u {u}, p {p}, q {q}"
         assert kept == right, f"{what}: {kept} tokens stay, must be {right}"
         what += f": {kept} stay; the next is drawn by what q lacks there, scaled to 1, or by p if that is 0"

@@ -68,8 +68,8 @@ def test_the_floor_is_the_bytes_by_the_bandwidth(impl: ModuleType) -> None:
             f"{model.wte.weight.itemsize} bytes, keys and values; a GB is 1e9 bytes: it"
         )
         for size, about in ((weights, ()), (weights + cache.nbytes, (tokens, texts))):
-            expected = approx(size / speed / 1e6)
-            assert_returns(expected, "float", impl.floor_ms, model, speed, *about, hint=hint)
+            ms = approx(size / speed / 1e6)
+            assert_returns(ms, "float", impl.floor_ms, model, speed, *about, hint=hint)
 
 
 # --- 8.2 ------------------------------------------------------------------------------------------------------------
@@ -99,10 +99,10 @@ def test_a_step_is_the_devices_work_and_not_its_handing_over(impl: ModuleType) -
     work = [40.0, 3.0, 5.0, 4.0, 30.0, *range(2, 12)]
     for n in (0, 2, 13):
         device = Device()
-        tokens = device.tokens(work)
-        given, times = (tokens, n, device.clock, device.wait), [approx(ms + 0.1) for ms in work]
+        tokens, times = device.tokens(work), [approx(ms + 0.1) for ms in work[: n + 1]]
+        given = tokens, n, device.clock, device.wait
         hint = ", with earlier work in the queue: wait before each reading of the clock"
-        assert_returns(times[: n + 1], "list[float]", impl.step_times, *given, hint=hint)
+        assert_returns(times, "list[float]", impl.step_times, *given, hint=hint)
         assert len([*tokens]) == 14 - n, f"{n + 1} tokens are timed, and no more may be taken"
 
 
@@ -163,7 +163,7 @@ def test_few_disturbances_of_one_of_the_two_do_not_matter(impl: ModuleType) -> N
 @pytest.mark.ex8_4
 def test_prompts_are_drawn_and_not_results(impl: ModuleType) -> None:
     drawn, types = np.random.default_rng(1), "tuple[float, float, float]"
-    for P in (1, 3, 200):
+    for P in (1, 3, 5, 200):
         prompt = drawn.integers(P, size=3 * P) * 7
         values = prompt % 5 + drawn.normal(size=3 * P)
         means = [values[prompt == p].mean() for p in {*prompt}]
@@ -171,12 +171,10 @@ def test_prompts_are_drawn_and_not_results(impl: ModuleType) -> None:
         mean, *ends = found = call(impl.interval, values, prompt, 4000, returns=types)
         what = f"{len(means)} prompts, each counts once, with any number of results"
         assert mean == approx(np.mean(means)), f"{what}: mean {mean}, must be {np.mean(means)}"
-        expected, tolerance = (
-            np.quantile(averages, [0.025, 0.975]).tolist(),
-            0.2 * averages.std() + 1e-9,
+        about = np.quantile(averages, [0.025, 0.975]).tolist()
+        assert ends == approx(about, abs=0.15 * averages.std() + 1e-9), (
+            f"{what}: the interval's ends are {ends}, must be about {about}"
         )
-        about = f"{what}: the interval's ends are {ends}, must be about {expected}"
-        assert ends == approx(expected, abs=tolerance), about
     _, low, high = impl.interval(values, prompt, 1)
     assert low == high, f"one draw is one point, and not {low} to {high}"
     with shared_generators_unchanged():
@@ -249,16 +247,12 @@ def test_rounding_passes_and_bugs_do_not(impl: ModuleType) -> None:
 @pytest.mark.parametrize("name", DTYPES)
 def test_vectors_of_any_dtype_and_size(impl: ModuleType, name: str) -> None:
     x = torch.randn(500, 16)
-    largest = torch.logspace(-2.99, 2.8, 500)[:, None]
-    x = (x / x.abs().amax(-1, keepdim=True) * largest).to(DTYPES[name])
-    returns = f"tuple[int8 (500, 16), {name} (500, 1)]"
-    numbers, scales = call(impl.quantized, x, returns=returns)
+    x = x / x.abs().amax(-1, keepdim=True) * torch.logspace(-2.99, 2.8, 500)[:, None]
+    x = x.to(DTYPES[name])
+    numbers, scales = call(impl.quantized, x, returns=f"tuple[int8 (500, 16), {name} (500, 1)]")
     what = f"{name}, largest magnitudes of vectors from 0.001 to 630"
-    found = numbers.int().abs().amax(-1)
-    least, most = int(found.min()), int(found.max())
-    assert least == most == 127, (
-        f"{what}: the largest number of each must be 127, and they are {least} to {most}"
-    )
+    largest = numbers.int().abs().amax(-1)
+    assert_close(largest, torch.full((500,), 127), f"{what}: the largest numbers", ("vector",), 0)
     off = float((numbers.float() - x.float() / scales.float()).abs().max())
     assert off <= 0.501, (
         f"{what}: off by {off:.2f} scales, must be half of one: compute in float32, clamp to 127"
@@ -280,8 +274,7 @@ def test_how_a_text_is_fed_does_not_matter_and_int8_is_kept(impl: ModuleType) ->
     for sizes in ([1] * 30, [1, 29], [7, 1, 22]):
         before, cache = tensor_bytes(), impl.Int8Cache()
         got = torch.cat([model(piece, cache) for piece in ids.split(sizes, 1)], 1)
-        axes = ("row", "token", "logit")
-        assert_close(got, whole, f"fed in pieces of {sizes}", axes, tolerance=1e-8)
+        assert_close(got, whole, f"fed in pieces of {sizes}", ("row", "token", "logit"), 1e-8)
         del got
         assert cache.nbytes == needed, f"{what}: nbytes is {cache.nbytes}, must be {needed}"
         assert_keeps_only(cache, needed, before, what, spare=1024)
