@@ -2,6 +2,7 @@
 calls that must be refused."""
 
 import gc
+import inspect
 import re
 import reprlib
 from collections import Counter
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from chapters.calling import call
 from examine import CHECKS, Subject, Trial
 
 
@@ -59,6 +61,24 @@ def assert_same(actual: Sequence[object], expected: Sequence[object], what: str)
         difference = f"{what}: the first difference is at index {i}"
         assert found == wanted, f"{difference}: {found!r}, must be {wanted!r}"
     assert len(actual) == len(expected), f"{what}: {len(actual)} entries, must be {len(expected)}"
+
+
+def assert_returns(
+    expected: object, returns: str, function: Callable[..., object], *given: object, hint: str = ""
+) -> None:
+    """Fail unless a call returns the types (see call()) and the numbers that it must; name its arguments and the first
+    difference."""
+    __tracebackhide__ = True
+    found = call(function, *given, returns=returns)
+    named = inspect.signature(function).bind(*given).arguments
+    arguments = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in named.items())
+    what = f"{function.__name__}({arguments}){hint}"
+    if isinstance(expected, Tensor):
+        assert_close(found, expected, what)
+    elif isinstance(expected, list):
+        assert_same(found, expected, what)
+    else:
+        assert found == expected, f"{what} is {found}, must be {expected}"
 
 
 def assert_right(

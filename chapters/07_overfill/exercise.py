@@ -35,9 +35,10 @@ def refreshed(prompt: int, new: int, every: int, window: int | None = None) -> l
     """Return the positions whose entries each refresh replaces, in a text of `prompt` tokens and `new` written ones.
     The student reads each written token to get the next one, but not the last; so for 0 or 1 there is no refresh.
 
-    A refresh comes when the student has read `every` tokens since the last one, or since the
-    prompt. It replaces the entries of these tokens; with a window, of at most the last `window` of
-    them. A speculative refresh has every = window. Both are at least 1.
+    A refresh comes when the student has read `every` tokens, at least 1, since the last one, or
+    since the prompt. It replaces the entries of these tokens; with a window, of at most the last
+    `window` of them. A window of 0 replaces none: the ranges are empty. A speculative refresh has
+    every = window.
     """
     raise NotImplementedError("exercise 7.2")
 
