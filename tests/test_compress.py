@@ -151,12 +151,16 @@ def test_keys_share_a_scale_per_channel_of_a_group_and_values_per_token(
             torch.testing.assert_close(got[1, 0, h, t], rounded(values[h, t], value_bits))
 
 
-@pytest.mark.parametrize(("bits", "dtype"), [(2, torch.float32), (4, torch.bfloat16)])
-def test_bytes_follow_the_formula(bits: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("bits", "value_bits", "dtype"),
+    [(2, 2, torch.float32), (4, 4, torch.bfloat16), (8, 2, torch.float32)],
+)
+def test_bytes_follow_the_formula(bits: int, value_bits: int, dtype: torch.dtype) -> None:
     L, B, H, T, D, group, residual = 3, 2, 2, 23, 8, 4, 5
-    cache = feed(QuantizedCache(bits, group, residual), torch.randn(L, 2, B, H, T, D).to(dtype), 0)
+    kv = torch.randn(L, 2, B, H, T, D).to(dtype)
+    cache = feed(QuantizedCache(bits, group, residual, value_bits), kv, 0)
     N = (T - residual) // group
-    codes = 2 * N * group * D * bits // 8
+    codes = N * group * D * (bits + value_bits) // 8
     shared = (2 * N * D + 2 * N * group) * dtype.itemsize  # scale and zero of channels, of tokens
     exact = 2 * (T - N * group) * D * dtype.itemsize
     assert cache.nbytes == L * B * H * (codes + shared + exact)

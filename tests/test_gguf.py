@@ -163,7 +163,6 @@ def test_a_text_ends_with_any_end_and_padding_is_no_token(tmp_path: Path) -> Non
         ({"llama.attention.head_count": 0}, "number of heads must be at least 1, got 0"),
         ({"llama.attention.head_count": 5}, "n_kv_head is 2, n_head 5"),
         ({"llama.attention.key_length": 5}, "value_length is 12, and only 5"),
-        ({"tokenizer.ggml.tokens": [1] * 97}, "tokens must be of type str"),
         ({"llama.expert_count": 8}, "expert_count is 8"),
         ({"llama.context_length": None}, "lacks max_position_embeddings"),
         ({"split.count": 3}, "one of 3 parts"),
@@ -183,8 +182,6 @@ def test_what_a_file_holds_and_we_do_not_know_is_one_sentence(
     [
         ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.model is 'llama', and only 'gpt2'"),
         ({"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre is 'tekken', and only 'gpt-2'"),
-        ({"tokenizer.ggml.token_type": 5}, "token_type must be of type list, got 5"),
-        ({"tokenizer.ggml.merges": "a b"}, "merges must be of type list, got 'a b'"),
         ({"tokenizer.ggml.eos_token_id": 5}, "eos_token_id is [5], which is no special token"),
     ],
 )

@@ -30,7 +30,7 @@ from torch import Tensor
 
 import load_gpt2_weights as loader
 from formats.configs import KIND_OF_MODEL_TYPE, SUPPORTED, read_config
-from formats.names import PUBLIC, advice_on_name, split_twin
+from formats.names import PUBLIC, split_twin
 from formats.tokenizers import ARTICLE_PROMPT, GPT2_PATTERN, Numbers, byte_characters
 from gpt_baseline import GPT as BaselineGPT
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
@@ -388,11 +388,6 @@ def test_too_little_memory_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(torch.nn.Module, "to_empty", no_memory)
     refused(run(loader.main, "pocket", "--device", "cpu"), "too little memory: [enforce fail]")
-
-
-def test_a_name_of_a_hub_says_what_to_do() -> None:
-    assert "download it and give the folder" in advice_on_name("Qwen/Qwen2.5-0.5B")
-    assert "did you mean gpt2?" in advice_on_name("gpt3")
 
 
 # --- names and the Hugging Face cache --------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """overfill.py: identities that hold whatever the models are, policies against what they say, and the real formats."""
 
 import math
-import re
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -325,13 +324,6 @@ def test_a_policy_is_what_its_name_says_or_one_sentence() -> None:
 
 
 # --- The command line -----------------------------------------------------------------------------------------------
-
-
-def test_a_text_is_written_and_its_cost_said() -> None:
-    words = ["write", "--policy", "dropout:8:0", "--max-new-tokens", 20]
-    ran = helpers.run(overfill.main, *words, "--student", "pocket-student-dropout")
-    assert ran.code == 0 and ran.err == "" and len(ran.out.split()) > 20
-    assert re.search(r"\[refreshed after tokens: 16, .* read 16 tokens after the prompt\]", ran.out)
 
 
 def test_models_of_different_tokenizers_are_refused(tmp_path: Path) -> None:

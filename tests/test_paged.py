@@ -1,18 +1,21 @@
 """paged.py: every text's tokens are those of that text alone, and no block is lost, leaked or overwritten."""
 
+import json
 import math
 import random
+import re
 from collections.abc import Collection
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from gpt_kv_cache import GPTConfig, generate
-from paged import Batch, PagedCache, Server, Text, serve
-from tests.helpers import of_kind
+from paged import Batch, PagedCache, Server, Text, main, serve
+from tests.helpers import of_kind, run
 from tests.test_equivalence import assert_close, failing, model_of, parts_of
 
 pytestmark = pytest.mark.usefixtures("device")  # every test here, on each device
@@ -368,3 +371,13 @@ def test_sizes_below_one_and_pools_beyond_memory_are_refused(model: nn.Module) -
         Server(model, PagedCache(model, 1, 1), 0, 5)
     with pytest.raises(ValueError, match="2000000000 blocks of 16 tokens take"):
         PagedCache(model, 2 * 10**9, 16)
+
+
+@pytest.mark.slow
+def test_a_bare_run_shows_the_same_tokens_and_when_each_text_is_complete(tmp_path: Path) -> None:
+    page = tmp_path / "blocks.html"
+    ran = run(main, "--max-new-tokens", 16, "--chunk", 256, "--trace", page)
+    assert ran.out.count("yes\n") == 4  # one at a time, a padded batch, blocks for all, few blocks
+    data = json.loads(re.search(r"const data = (.*);\n", page.read_text()).group(1))
+    ends = [who for step in data["steps"] for who in step["events"].get("complete", [])]
+    assert sorted(ends) == [*range(12)]

@@ -442,14 +442,9 @@ def test_an_error_of_any_call_is_at_most_one_warning_and_loses_nothing(
             put(one, other)
             assert found(one, held) <= 15 and found(one, other) <= 15
     assert len(caught) <= 2 and all("too many" in str(one.message) for one in caught)
-    assert kept(before, store.folder)
-    assert found(store, held) == found(another(store), held) == 15
-
-
-def kept(before: dict[str, bytes], folder: Path) -> bool:
-    """Whether all files are there as they were, but for the index."""
     del before["index.db"]
-    return before.items() <= contents(folder).items()
+    assert before.items() <= contents(store.folder).items()
+    assert found(store, held) == found(another(store), held) == 15
 
 
 @pytest.mark.parametrize("words", ["readonly", "locked"])
@@ -490,19 +485,6 @@ def test_a_folder_that_is_deleted_in_use_is_one_warning(store: Store) -> None:
 
 
 # --- In processes of their own --------------------------------------------------------------------------------------
-
-WORKER = """
-import resource
-from tests.test_store import *
-model, folder, held = tiny_model(), Path({folder!r}), texts(3, 60, low=5)
-{code}
-print("done", flush=True)
-"""
-
-
-def ends_well(code: str, folder: Path) -> None:
-    text = WORKER.format(folder=str(folder), code=code)
-    assert process(sys.executable, "-c", text) == Ran(0, "done\n", "")
 
 
 def sound(model: GPT, folder: Path) -> int:
@@ -576,4 +558,5 @@ def bounded(folder: Path) -> None:
 @pytest.mark.parametrize("what", ["together", "bounded"])
 def test_processes_that_share_a_store(tmp_path: Path, what: str) -> None:
     """Any warning is an error: what another process does, or begins, is no damage."""
-    ends_well(f"{what}(folder)", tmp_path)
+    code = f"from tests.test_store import *\n{what}(Path({str(tmp_path)!r}))"
+    assert process(sys.executable, "-c", code) == Ran(0, "", "")

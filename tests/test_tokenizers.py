@@ -131,9 +131,6 @@ def test_tokens_of_tokenizer_config_are_transformers_or_refused(tmp_path: Path) 
         ours = load_tokenizer(str(tmp_path))
         text = "ab <|end|><|new|> <think> x"
         assert ours.encode(text, allowed_special="all") == theirs.encode(text)
-    (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": 600.0}))
-    with pytest.raises(ValueError, match=r"eos_token_id is 600\.0, which is no special token"):
-        load_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize(
