@@ -1,11 +1,8 @@
 """studies/article/study.py: what is timed is compared token by token, and nothing is measured twice."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor
 
 from studies.article import study as article
 from studies.results import Results
@@ -14,11 +11,6 @@ from studies.results import Results
 def test_the_window_of_two_lines_is_right_token_by_token_only() -> None:
     right, *wrong = article.wrong_shares_of_two_lines().values()
     assert right == 0 and len(wrong) == 3 and min(wrong) > 0.5
-
-
-def test_a_step_computes_what_the_cache_lacks() -> None:
-    assert article.states_of_steps("no-cache", 3) == [(4, 0), (5, 0), (6, 0)]
-    assert article.states_of_steps("growing", 3) == [(4, 0), (1, 4), (1, 5)]
 
 
 def test_every_way_writes_the_same_and_nothing_is_due_twice(
@@ -33,14 +25,3 @@ def test_every_way_writes_the_same_and_nothing_is_due_twice(
     written = rows.path.read_text()
     article.measure(rows, True)
     assert rows.path.read_text() == written
-
-
-def test_another_text_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def others(*given: object, cache: object) -> Iterator[Tensor]:
-        return iter([torch.zeros(1, 1, dtype=torch.long)] * 3)
-
-    monkeypatch.setattr(article.gpt_kv_cache, "generate", others)
-    rows = Results("article", tmp_path)
-    article.measure_times(rows, article.Size("1x1x8", 3, 1))
-    assert rows.figure("growing", "same").value < 1
-    assert rows.figure("preallocated", "same").value == 1

@@ -4,7 +4,6 @@ import random
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -136,7 +135,7 @@ def test_layers_with_windows_have_caches_of_their_own(name: str) -> None:
         adapter(ids, KVCache())
 
 
-@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("name", ["Mistral", "Gemma3"])
 def test_methods_write_what_a_model_with_windows_writes_alone(name: str) -> None:
     pytest.importorskip("transformers")
     from borrow.adapter import Adapter
@@ -144,11 +143,6 @@ def test_methods_write_what_a_model_with_windows_writes_alone(name: str) -> None
     model = Adapter(tiny(name, sliding_window=8, **WINDOWS[name]))
     ids = torch.randint(50, (1, 40))
     text = [*ids[0].tolist(), *map(int, generate(model, ids, 20))]
-    store = Store(model)
-    store.put(text[:50], prefilled_cache(model, text[:50]))
-    cache = store.get(text[:55])
-    assert len(cache) == 50
-    assert [*map(int, generate(model, torch.tensor([text[:55]]), 5, cache=cache))] == text[55:]
     pair = Pair(model, model, ids)
     assert [*map(int, speculate(pair, 20, 4, draft_from_text))] == text[40:]
     server = Server(model, PagedCache(model, n_blocks=20, block_size=4))
@@ -242,35 +236,6 @@ def test_what_is_no_model_of_transformers_is_refused() -> None:
     assert_close(Adapter(served.model)(ids := torch.arange(9)[None]), served(ids), torch.float32)
 
 
-def test_a_fault_that_no_field_names_is_found_by_the_first_check() -> None:
-    """A window that the configuration doesn't mention, beyond 500 tokens; and other scores."""
-    pytest.importorskip("transformers")
-    from transformers import AttentionInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
-    from borrow.adapter import Adapter
-
-    def windowed(
-        module: nn.Module, q: Any, k: Any, v: Any, mask: Any, scaling: Any = None, **_: Any
-    ):
-        i = torch.arange(q.size(2))
-        seen = (i <= i[:, None]) & (i > i[:, None] - 500)
-        y = nn.functional.scaled_dot_product_attention(
-            q, k, v, seen, scale=scaling, enable_gqa=True
-        )
-        return y.transpose(1, 2), None
-
-    AttentionInterface.register("windowed", windowed)
-    ALL_MASK_ATTENTION_FUNCTIONS.register("windowed", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    model = tiny("Llama", max_position_embeddings=1024)
-    model.set_attn_implementation("windowed")
-    with pytest.raises(
-        ValueError, match="LlamaForCausalLM can't be served: with a cache, logits differ"
-    ):
-        Adapter(model)
-    assert model.config._attn_implementation == "windowed"
-
-
 def give_no_masks(model: Any) -> None:
     """As with flash attention, which is told the window instead; this one ignores it."""
     import transformers
@@ -291,26 +256,6 @@ def test_the_first_check_sees_a_long_window_that_is_ignored() -> None:
     with pytest.raises(ValueError, match="with a cache, logits differ"):
         Adapter(model)
     assert model.config.sliding_window == 600
-
-
-@pytest.mark.parametrize("usual", ["sdpa", "eager"])
-def test_the_models_own_generate_goes_on_to_work(usual: str) -> None:
-    pytest.importorskip("transformers")
-    from borrow.adapter import Adapter
-
-    model = tiny("Qwen3", head_dim=12)
-    model.set_attn_implementation(usual)
-    ids = torch.randint(1, 50, (2, 20))
-    padding = torch.ones_like(ids)
-    padding[0, :7] = 0  # a shorter text, padded on the left
-    options = {"attention_mask": padding, "max_new_tokens": 20, "do_sample": False}
-    options |= {"output_logits": True, "return_dict_in_generate": True}
-    before = model.generate(ids, **options)
-    adapter = Adapter(model)
-    adapter(ids, KVCache())
-    after = model.generate(ids, **options)
-    assert torch.equal(before.sequences, after.sequences)
-    assert torch.equal(torch.stack(before.logits), torch.stack(after.logits))
 
 
 class Forgetful(MyGPT):
@@ -349,37 +294,17 @@ def test_models_of_transformers_that_compute_other_keys_of_equal_weights_have_ot
     pytest.importorskip("transformers")
     from borrow.adapter import Adapter
 
-    def adapter(change: Callable[[nn.Module], object] = id, **options: object) -> nn.Module:
-        model = tiny("Llama", max_position_embeddings=64, **options)
-        change(model)
-        return Adapter(model)
-
-    models = [
-        adapter(),
-        adapter(rope_parameters={"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}),
-        adapter(lambda model: model.model.rotary_emb.inv_freq.mul_(2)),
-        adapter(hidden_act="gelu"),
-    ]
+    scaled = {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}
+    changes = ({}, {"rope_parameters": scaled}, {"hidden_act": "gelu"})
+    models = [Adapter(tiny("Llama", **change)) for change in changes]
     folders = set()
     for model in models:
         store, ids = Store(model, tmp_path), [*range(20)]
         assert len(store.get(ids)) == 0
         store.put(ids, prefilled_cache(model, ids))
         folders.add(store.folder)
-    assert len(folders) == len(models)
-    assert len(Store(adapter(), tmp_path).get(ids)) == 19
-
-
-def test_a_model_that_is_saved_and_loaded_elsewhere_has_the_same_folder(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    from borrow.adapter import Adapter
-
-    folders = set()
-    for name in ("one", "other"):
-        tiny("Llama").save_pretrained(tmp_path / name)
-        model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / name)
-        folders.add(Store(Adapter(model.eval()), tmp_path / "caches").folder)
-    assert len(folders) == 1
+    again = Store(Adapter(tiny("Llama")), tmp_path)
+    assert len(folders) == len(models) and len(again.get([*range(20)])) == 19
 
 
 # --- The files, alone in a folder ---------------------------------------------------------------------

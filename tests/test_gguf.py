@@ -1,7 +1,6 @@
 """GGUF files: equal to the model that they were made of, by the package gguf; and a real one, SmolLM2-135M-Instruct."""
 
 import importlib.util
-import random
 import re
 import struct
 from pathlib import Path
@@ -84,7 +83,10 @@ def test_a_file_equals_the_model_that_it_is_made_of(name: str, tmp_path: Path) -
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "F16", "BF16"])
-def test_quantized_matrices_are_those_of_the_package(kind: str, tmp_path: Path) -> None:
+def test_quantized_matrices_are_those_of_the_package(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind, torch.float32)
     expected = random_llama(**SMALL, hidden_size=64, intermediate_size=96)
     kind = getattr(gguf.GGMLQuantizationType, kind)
     write_gguf(tmp_path / "model.gguf", expected, kind=kind)
@@ -102,6 +104,8 @@ def test_quantized_matrices_are_those_of_the_package(kind: str, tmp_path: Path) 
     ids = ids_of(2, 40)
     got = load_model(str(tmp_path / "model.gguf"))(ids)
     assert_close(got, expected(ids).logits, torch.float32)
+    monkeypatch.setattr("formats.tensors.is_faster", lambda dtype, device: True)
+    assert load_model(str(tmp_path / "model.gguf"), dtype="auto").wte.weight.dtype == stored
 
 
 @pytest.mark.parametrize("kind", PRE)
@@ -115,29 +119,6 @@ def test_ids_are_those_of_the_tokenizers_library(kind: str, tmp_path: Path) -> N
     lines = [line for whole in corpus()[:6] for line in whole.splitlines(keepends=True)]
     for text in [*TEXTS, *lines, "<|im_start|>user\nx<|im_end|>"]:
         assert ours.encode(text, allowed_special="all") == expected.encode(text).ids, text
-
-
-@pytest.mark.parametrize("dtype", [np.float16, np.float64])
-def test_llama3_frequencies_are_read_in_any_type(
-    dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Writer(gguf.GGUFWriter):
-        def add_tensor(self, name: str, tensor: np.ndarray, **options: Any) -> None:
-            super().add_tensor(name, tensor.astype(dtype) if "freqs" in name else tensor, **options)
-
-    monkeypatch.setattr(gguf, "GGUFWriter", Writer)
-    path = tmp_path / "model.gguf"
-    model = random_llama(**SMALL | MODELS["Llama, llama3 frequencies"])
-    write_gguf(path, model)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        assert load_model(str(path)).config.rope_scaling[0] == 32
-    finally:
-        torch.set_default_dtype(torch.float32)
-    lengths = {"llama.attention.key_length": 2**31, "llama.attention.value_length": None}
-    write_gguf(path, model, **lengths)
-    with pytest.raises(ValueError, match=r"weight has 16 numbers, and a head 2147483648"):
-        load_model(str(path))
 
 
 def test_a_text_ends_with_any_end_and_padding_is_no_token(tmp_path: Path) -> None:
@@ -179,17 +160,9 @@ def test_a_text_ends_with_any_end_and_padding_is_no_token(tmp_path: Path) -> Non
         ({"llama.attention.causal": False}, "attention.causal is False, and only True"),
         ({"llama.attention.scale": 0.5}, "'attention.scale', 0.5, isn't known"),
         ({"llama.final_logit_softcapping": 30.0}, "'final_logit_softcapping', 30.0, isn't known"),
-        (
-            {"llama.attention.head_count": "4"},
-            "num_attention_heads must be a whole number, got '4'",
-        ),
         ({"llama.attention.head_count": 0}, "number of heads must be at least 1, got 0"),
         ({"llama.attention.head_count": 5}, "n_kv_head is 2, n_head 5"),
         ({"llama.attention.key_length": 5}, "value_length is 12, and only 5"),
-        ({"llama.context_length": 2**32 - 1}, "must be at most 2147483647, got 4294967295"),
-        ({"llama.rope.freq_base": True}, "rope_theta must be a finite number, got True"),
-        ({"tokenizer.ggml.tokens": [1] * 97}, "tokens must be of type str"),
-        ({"tokenizer.ggml.eos_token_id": True}, "eos_token_id must be of type int, got True"),
         ({"llama.expert_count": 8}, "expert_count is 8"),
         ({"llama.context_length": None}, "lacks max_position_embeddings"),
         ({"split.count": 3}, "one of 3 parts"),
@@ -209,8 +182,6 @@ def test_what_a_file_holds_and_we_do_not_know_is_one_sentence(
     [
         ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.model is 'llama', and only 'gpt2'"),
         ({"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre is 'tekken', and only 'gpt-2'"),
-        ({"tokenizer.ggml.token_type": 5}, "token_type must be of type list, got 5"),
-        ({"tokenizer.ggml.merges": "a b"}, "merges must be of type list, got 'a b'"),
         ({"tokenizer.ggml.eos_token_id": 5}, "eos_token_id is [5], which is no special token"),
     ],
 )
@@ -227,73 +198,14 @@ def test_a_tokenizer_that_we_do_not_know_is_one_sentence(
 def test_a_damaged_file_is_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(path, random_llama(**SMALL))
-    whole = path.read_bytes()
-    for content in (whole[:-40], whole[:200], whole[:3], b"", b"PK" + whole):
+    whole, key = path.read_bytes(), b"general.x"
+    too_many = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(key)) + key
+    too_many += struct.pack("<IIQ", 9, 0, 2**62)  # an array of so many bytes
+    for content in (whole[:-40], whole[:200], whole[:3], b"", b"PK" + whole, too_many):
         path.write_bytes(content)
         refused(run(main, "--model", path), f"{path} is cut off, or not a GGUF file")
     path.unlink()
     refused(run(main, "--model", path), f"No such file or directory: '{path}'")
-
-
-def test_a_count_beyond_the_end_of_the_file_is_not_waited_for(tmp_path: Path) -> None:
-    path, key = tmp_path / "model.gguf", b"general.x"
-    header = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(key)) + key
-    path.write_bytes(header + struct.pack("<IIQ", 9, 0, 2**62))  # an array of so many bytes
-    with pytest.raises(ValueError, match=r"cut off, or not a GGUF file"):
-        load_model(str(path))
-
-
-@torch.no_grad()
-def test_changed_bytes_make_a_model_or_a_sentence(tmp_path: Path) -> None:
-    """A byte of the header, in a file that is small enough to have many of them tried."""
-    path, ids = tmp_path / "model.gguf", ids_of(1, 1) % 20
-    one = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 24}
-    keys = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": [*"abcdefghijklmnopqrstuv", "ab", "<x>"],
-        "tokenizer.ggml.token_type": [1] * 23 + [3],
-        "tokenizer.ggml.merges": ["a b"],
-        "tokenizer.ggml.eos_token_id": 23,
-    }
-    write_gguf(path, random_llama(**one, **sizes), **keys)
-    whole, n_header = path.read_bytes(), gguf.GGUFReader(path).data_offset
-    load_model(str(path))
-    rng, refusals = random.Random(0), 0
-    for place in rng.sample(range(n_header), 250):
-        content = bytearray(whole)
-        content[place] = rng.choice([0, 1, 255, content[place] ^ 1, content[place] ^ 128])
-        path.write_bytes(content)
-        for load in (lambda: load_model(str(path))(ids), lambda: load_tokenizer(str(path))):
-            try:
-                load()
-            except ValueError as error:
-                assert "\n" not in str(error), place
-                refusals += 1
-    assert refusals > 100
-
-
-def test_tensors_that_overlap_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    write_gguf(path, random_llama(**SMALL))
-    content = path.read_bytes()
-    tensor = gguf.GGUFReader(path).tensors[4]
-    place = tensor.field.offset + sum(part.nbytes for part in tensor.field.parts) - 8
-    path.write_bytes(content[:place] + struct.pack("<Q", 0) + content[place + 8 :])
-    with pytest.raises(ValueError, match=f"{tensor.name} overlaps"):
-        load_model(str(path))
-
-
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0"])
-def test_half_precision_stays_what_it_is(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("formats.tensors.is_faster", lambda dtype, device: True)
-    model = random_llama(**SMALL, hidden_size=64, intermediate_size=96)
-    write_gguf(tmp_path / "model.gguf", model, kind=getattr(gguf.GGMLQuantizationType, kind))
-    expected = {"F16": torch.float16, "BF16": torch.bfloat16, "Q8_0": torch.float32}
-    assert load_model(str(tmp_path / "model.gguf"), dtype="auto").wte.weight.dtype == expected[kind]
 
 
 def test_a_package_that_is_missing_is_named(

@@ -20,7 +20,6 @@ from gpt_bounded_cache import (
     Tensors,
 )
 from gpt_kv_cache import GPTConfig, KVCache, generate
-from support.printing import show
 from tests.pretended_device import held
 from tests.test_equivalence import (
     assert_close,
@@ -168,21 +167,6 @@ def test_a_cache_that_is_moved_goes_on(kind: Kind, there: dict) -> None:
     if got.device != ids.device:
         refused(cache, "cpu.*cuda", lambda: other(ids[:, 8:].to(got.device), cache))
     assert_close(got.to(ids.device), model(ids[:, 8:], cache), torch.float32)
-
-
-@pytest.mark.parametrize("kind", [KINDS["sinks"], KINDS["bct"]])
-def test_show_prints_slots_positions_and_tokens(
-    kind: Kind, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, cache, tokens = model_of(kind.config), kind.new_cache(), [f" t{i}" for i in range(24)]
-    show(cache)
-    assert capsys.readouterr().out.endswith("0 layers after 0 tokens: 0 bytes\n")
-    model(ids_of(1, 9), cache)
-    show(cache, tokens)
-    _, *lines = capsys.readouterr().out.splitlines()
-    shown = [line.split(maxsplit=2) for line in lines]
-    rows = [[f"{s}", f"{p}", f"' t{p}'"] for s, p in enumerate(cache.pos.tolist())]
-    assert shown == ([] if type(cache) is BoundedMemory else [["slot", "position", "token"], *rows])
 
 
 @pytest.mark.parametrize("seed", range(2))

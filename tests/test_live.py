@@ -1,10 +1,7 @@
 """The page that runs the model in a browser computes what Python computes, and is a page that everybody can use."""
 
-import re
-import shutil
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +9,7 @@ import torch
 from torch import Tensor
 
 from chapters.builder import live
-from compress import QuantizedCache, quantize
+from compress import QuantizedCache
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache, generate
 from load_gpt2_weights import load_model, load_tokenizer
@@ -150,28 +147,6 @@ def test_caches_compute_what_those_of_python_compute(name: str, scripts: Any, mo
 
 
 @slow
-@pytest.mark.parametrize("bits", [8, 4, 2])
-def test_numbers_are_rounded_as_python_rounds_them(bits: int, scripts: Any) -> None:
-    x = torch.randn(32, 192)
-    x[:, 3] = 0.5  # equal numbers
-    x[:, 4] = torch.arange(32) / 2  # some lie between two codes
-    for by_channel in (True, False):
-        numbers = x.T[:, None] if by_channel else x.view(32, 6, 32)
-        dim_codes, scale, zero = quantize(numbers, bits, dim=-1)
-        found = scripts.evaluate(
-            """([x, bits, byChannel]) => {
-              const rows = x.map(row => Float32Array.from(row));
-              const { codes, scale, zero } = new QuantizedCache(bits, 6).quantize(rows, byChannel);
-              return [codes.map(row => [...row]), [...scale], [...zero]];
-            }""",
-            [x.tolist(), bits, by_channel],
-        )
-        assert found[1:] == [scale.flatten().tolist(), zero.flatten().tolist()]
-        if not by_channel:  # there, Python packs other neighbours into a byte
-            assert found[0] == dim_codes.view(32, -1).tolist()
-
-
-@slow
 def test_a_failed_pass_and_truncate_leave_no_trace(scripts: Any, model: GPT) -> None:
     for code, _ in CACHES.values():
         differences = scripts.evaluate(
@@ -229,30 +204,10 @@ def test_both_sides_write_the_text_of_the_command_line(live_page: Any, model: GP
         assert live_page.text_content(f"#text-{side}") == TOKENIZER.decode([*ids, *tokens])
     assert "25 tokens after 4:" in live_page.text_content("#written")
     assert "The same text: yes" in live_page.text_content("#written")
-    lines = live_page.locator("#times text").all_text_contents()
-    assert {"without a cache", "with a KV cache", "28 tokens of text"} <= {*lines}
     n, bytes_a_token = len(ids) + 24, 2 * 6 * 192 * 4
     assert f"{n * bytes_a_token:,}" in live_page.text_content("#figures-full")
     assert f"{n} of {n}" in live_page.text_content("#figures-none")
     assert f"1 of {n}" in live_page.text_content("#figures-full")
-
-
-@slow
-def test_it_writes_by_itself_even_where_a_worker_fails(page: Any) -> None:
-    worker = "class { constructor() { setTimeout(() => this.onerror()); } postMessage() {} }"
-    page.add_init_script(f"window.Worker = {worker};")
-    page.goto(PAGE.as_uri())
-    wait_for(page, "written", "60 tokens after 4:")
-    assert "The same text: yes" in page.text_content("#written")
-
-
-@slow
-def test_a_file_that_was_not_copied_is_said(browser: Any, tmp_path: Path) -> None:
-    shutil.copytree(PAGE.parent, tmp_path / "live", ignore=shutil.ignore_patterns("weights.js"))
-    page = browser.new_page()
-    page.goto((tmp_path / "live" / "index.html").as_uri())
-    assert "isn't complete" in page.text_content("#loading")
-    page.close()
 
 
 @slow
@@ -281,14 +236,9 @@ def test_a_pass_is_shown_as_it_was(live_page: Any, model: GPT) -> None:
 
     begin_to_look(live_page, "full", "3")
     assert step(live_page, 1) == ["new"] * 3 + ["unread"]
-    mask = live_page.locator("#mask")
-    assert mask.get_attribute("aria-label").endswith("The first query sees 1, the last 3.")
-    assert mask.locator(".sees").get_attribute("d").count("z") == 1 + 2 + 3
     live_page.click("#next")
     wait_for(live_page, "looked", "Pass 2")
     assert states() == ["held"] * 3 + ["new", "written"]
-    figures = live_page.locator("#figures-look dd").all_text_contents()
-    assert figures[:2] == ["1", "3"]  # keys computed per layer, earlier keys read
     # the shades are the attention of a layer's head
     attended, ids = {}, torch.tensor([TOKENIZER.encode(PROMPT)])
     hook = model.h[2].attn.register_forward_pre_hook(
@@ -312,10 +262,6 @@ def test_a_pass_is_shown_as_it_was(live_page: Any, model: GPT) -> None:
     live_page.keyboard.press("ArrowRight")
     wait_for(live_page, "looked", "Pass 4")
     assert layers() == ["5, counted 5"] * 6
-    tokens = [int(token) for token in generate(model, ids, 2)]
-    assert live_page.locator("#cells .written b").text_content() == TOKENIZER.decode(tokens[1:])
-    live_page.keyboard.press("ArrowLeft")
-    assert "failed in layer 3" in live_page.text_content("#looked")
 
 
 def step(page: Any, number: int) -> list[str]:
@@ -335,21 +281,6 @@ def begin_to_look(page: Any, kind: str, tokens_a_pass: str = "all") -> None:
 
 
 @slow
-def test_a_ring_and_no_cache_are_shown(live_page: Any) -> None:
-    begin_to_look(live_page, "sinks")
-    kinds = step(live_page, 12)
-    assert kinds[:2] == ["held", "held"] and kinds[-1] == "written"
-    assert kinds.count("held") + kinds.count("new") == 2 + 8 and "gone" in kinds
-    slots = live_page.eval_on_selector_all("#slots .cell", "cells => cells.map(c => c.title)")
-    positions = SlidingWindowCache(8, sinks=2).held(15).tolist()
-    assert [int(re.search(r"token (\d+)", title)[1]) for title in slots] == positions
-    assert [slot for slot, title in enumerate(slots) if "evicted" in title] == [positions.index(6)]
-    begin_to_look(live_page, "none")
-    assert step(live_page, 3) == ["new"] * 6 + ["written"]
-    assert live_page.locator("#fail").is_disabled() and live_page.locator("#chunk").is_disabled()
-
-
-@slow
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["sinks", "bits:2"])
 def test_a_smaller_cache_parts_where_python_parts(kind: str, live_page: Any, model: GPT) -> None:
@@ -366,31 +297,13 @@ def test_a_smaller_cache_parts_where_python_parts(kind: str, live_page: Any, mod
     wait_for(live_page, "departed", " ")
     assert live_page.text_content("#text-exact") == TOKENIZER.decode([*ids, *exact])
     assert live_page.text_content("#text-small") == TOKENIZER.decode([*ids, *tokens])
-    same = next((i for i in range(n) if exact[i] != tokens[i]), None)
-    if same is not None:
-        assert f"diverge after {same} new token" in live_page.text_content("#departed")
-        assert live_page.text_content("#text-small .apart") == TOKENIZER.decode([tokens[same]])
+    same = next(i for i in range(n) if exact[i] != tokens[i])
+    assert f"diverge after {same} new token" in live_page.text_content("#departed")
     text = [*ids, *tokens[:-1]]
     small = expected(model, new_cache(), pieces_of(text, len(ids)))
     full = expected(model, KVCache(), pieces_of(text, len(ids)))
     mean = live_page.locator("#figures-small dd").last.text_content()
     assert float(mean) == pytest.approx(float(kl(full, small).mean()), rel=0.02, abs=1e-4)
-
-
-@slow
-def test_the_cache_can_be_changed_while_it_writes(live_page: Any) -> None:
-    live_page.fill("#small-count", "1000")
-    live_page.select_option("#small-kind", "full")
-    live_page.click("#small-write")
-    live_page.wait_for_function("document.getElementById('figures-small').textContent !== ''")
-    live_page.select_option("#small-kind", "sinks")
-    live_page.wait_for_function("document.querySelector('#text-small .changed') !== null")
-    assert live_page.text_content("#text-small .changed") == "[sinks and a window of 32]"
-    live_page.wait_for_function("document.querySelector('#text-small .apart') !== null")
-    live_page.click("#small-stop")
-    wait_for(live_page, "departed", "diverge after")
-    slots = (4 + 32 + 1) * 2 * 6 * 192 * 4
-    assert f"{slots:,}" in live_page.text_content("#figures-small")
 
 
 @slow
@@ -404,14 +317,9 @@ def test_a_changed_text_is_valid_up_to_the_change(live_page: Any, model: GPT) ->
     live_page.click("#reread")
     wait_for(live_page, "prefix", "Kept")
     said = live_page.text_content("#prefix")
+    assert f"Kept {kept} and read {len(new) - kept} tokens" in said and "same either way" in said
     (token,) = generate(model, torch.tensor([new]), 1)
-    assert f"Kept {kept} and read {len(new) - kept} tokens" in said
-    labels = live_page.locator("#prefix-cells small").all_text_contents()
-    assert labels == ["valid"] * kept + ["read again"] * (len(new) - kept)
-    assert f'"{TOKENIZER.decode([int(token)])}"' in said and "the same either way" in said
-    # the beginning alone: its last token is read again
-    live_page.fill("#edited", changed[: changed.index(",")])
-    assert "read again" in live_page.text_content("#prefix")
+    assert f'"{TOKENIZER.decode([int(token)])}"' in said
 
 
 @slow

@@ -149,15 +149,6 @@ def test_angles_are_exact_far_away_in_the_window(
     assert (far - near).norm() <= tolerance * near.norm()
 
 
-def test_parts_of_a_joined_matrix_are_copied_into_their_places(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To concatenate q, k and v first would take memory for a second copy."""
-    reference(tmp_path)
-    monkeypatch.setattr(torch, "cat", None)
-    load_model(str(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("fields", "said"),
     [

@@ -30,8 +30,7 @@ from torch import Tensor
 
 import load_gpt2_weights as loader
 from formats.configs import KIND_OF_MODEL_TYPE, SUPPORTED, read_config
-from formats.names import PUBLIC, advice_on_name, split_twin
-from formats.products import is_faster
+from formats.names import PUBLIC, split_twin
 from formats.tokenizers import ARTICLE_PROMPT, GPT2_PATTERN, Numbers, byte_characters
 from gpt_baseline import GPT as BaselineGPT
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
@@ -205,15 +204,10 @@ CHANGED: list[tuple[dict[str, object], str]] = [  # fields; what is said, "" if 
     ({"rope_parameters": {"type": "default"}, "rope_theta": 50.0}, ""),
     ({"rope_parameters": {"full_attention": DEFAULT}}, "'full_attention' isn't known"),
     ({"rope_parameters": DEFAULT | {"factor": 8.0}}, "'factor' isn't known of type 'default'"),
-    ({"rope_parameters": {"rope_theta": 1e-320}}, "rope_theta must be at least 0.001"),
-    ({"rope_scaling": LLAMA3 | {"factor": 1e-320}}, "factor must be at least 0.001"),
     ({"is_causal": False}, "is_causal is False, and only True"),
     ({"attn_logit_softcapping": 5.0}, "'attn_logit_softcapping', 5.0, isn't known"),
     ({"attention_multiplier": 0.5}, "'attention_multiplier', 0.5, isn't known"),
     ({"logits_scaling": 2.0}, "'logits_scaling', 2.0, isn't known"),
-    ({"attention_bias": 0}, "attention_bias is 0, and only False"),
-    ({"pretraining_tp": True}, "pretraining_tp is True, and only 1"),
-    ({"max_position_embeddings": 10**30}, "max_position_embeddings must be at most 2147483647"),
     ({"head_dim": 5}, "head_dim must be even"),
     ({"model_type": "mistral", "sliding_window": 16, "use_sliding_window": False}, ""),
     ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, ""),
@@ -233,39 +227,6 @@ def test_a_changed_configuration_is_read_as_transformers_does_or_refused(tmp_pat
             continue
         theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
         assert_close(loader.load_model(str(tmp_path))(ids), theirs(ids).logits, torch.float32)
-
-
-HOSTILE = [None, True, 0, -1, 3, 1.5, 1e-320, 2**31, 2**63, "x", [3], {}]
-
-
-@pytest.mark.slow
-@torch.no_grad()
-@pytest.mark.parametrize("kind", ["GPT2", "Llama", "Gemma3"])
-def test_hostile_values_make_the_right_model_or_a_sentence(kind: str, tmp_path: Path) -> None:
-    """Each key with each value: what is loaded has the logits of the file as it was, or transformers'."""
-    transformers = pytest.importorskip("transformers")
-    ids, path = torch.arange(1, 4)[None], tmp_path / "config.json"
-    if kind == "GPT2":
-        write(tmp_path, random_tensors())
-    else:
-        sizes = {"vocab_size": 97, "max_position_embeddings": 64, "num_hidden_layers": 1}
-        random_llama(kind=kind, head_dim=12, **sizes).save_pretrained(tmp_path)
-    content = json.loads(path.read_text())
-    expected, loaded = loader.load_model(str(tmp_path))(ids), 0
-    for key, value in product(content, HOSTILE):
-        if (key, value) == ("rms_norm_eps", 3):
-            continue  # which transformers doesn't take for 3.0
-        path.write_text(json.dumps(content | {key: value}))
-        try:
-            logits = loader.load_model(str(tmp_path))(ids)
-        except ValueError as error:
-            assert "\n" not in str(error), (key, value)
-            continue
-        loaded += 1
-        if not torch.equal(logits, expected):
-            theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-            assert_close(logits, theirs(ids).logits, torch.float32)
-    assert loaded > 3
 
 
 @pytest.mark.slow
@@ -332,15 +293,6 @@ def test_dtype_auto(
         else f"since {str(stored)[6:]} would be no faster here"
     )
     assert said == f"[computing in {name}, {reason}]\n"
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_trying_a_dtype_changes_nothing(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = torch.get_rng_state()
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", enabled)
-    assert is_faster(torch.bfloat16, "cpu") in (True, False)
-    assert torch.backends.mkldnn.enabled is enabled
-    assert torch.equal(torch.get_rng_state(), drawn)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -436,11 +388,6 @@ def test_too_little_memory_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(torch.nn.Module, "to_empty", no_memory)
     refused(run(loader.main, "pocket", "--device", "cpu"), "too little memory: [enforce fail]")
-
-
-def test_a_name_of_a_hub_says_what_to_do() -> None:
-    assert "download it and give the folder" in advice_on_name("Qwen/Qwen2.5-0.5B")
-    assert "did you mean gpt2?" in advice_on_name("gpt3")
 
 
 # --- names and the Hugging Face cache --------------------------------------------------------------------------------
@@ -636,34 +583,27 @@ class Code:
         return os.mkdir, ("a folder that must not appear",)
 
 
-UNUSUAL = {
-    "sparse": lambda: torch.ones(16).to_sparse(),
-    "on no device": lambda: torch.ones(16, device="meta"),
-    "quantized": lambda: torch.quantize_per_tensor(torch.ones(16), 0.1, 0, torch.qint8),
-    "complex": lambda: torch.ones(16, dtype=torch.complex64),
+BIAS, SHORT = "ln_f.bias", {"wte.weight": torch.ones(2)}
+ELSE = "something else than named tensors"
+NO_TENSORS = {  # what a .bin file holds, and what is said of it
+    "sparse": ({BIAS: torch.ones(16).to_sparse()}, BIAS),
+    "on no device": ({BIAS: torch.ones(16, device="meta")}, BIAS),
+    "code": (SHORT | {"x": Code()}, "a PyTorch file of plain tensors"),
+    "a tensor": (torch.ones(2), ELSE),
+    "deeper": ({"model": SHORT}, ELSE),
+    "no names": ({0: torch.ones(2)}, ELSE),
 }
-NO_TENSORS = {
-    "code": ({"wte.weight": torch.ones(2), "x": Code()}, "a PyTorch file of plain tensors"),
-    "a tensor": (torch.ones(2), "something else than named tensors"),
-    "deeper": ({"model": {"wte.weight": torch.ones(2)}}, "something else than named tensors"),
-    "no names": ({0: torch.ones(2)}, "something else than named tensors"),
-}
-
-
-@pytest.mark.parametrize("kind", UNUSUAL)
-@pytest.mark.filterwarnings("ignore")
-def test_unusual_tensors_are_refused(tmp_path: Path, kind: str) -> None:
-    for name in ("ln_f.bias", HEAD, "x"):
-        tensors = random_tensors() | {name: UNUSUAL[kind]()}
-        assert_refused(write(tmp_path, tensors, filename="pytorch_model.bin"), name)
 
 
 @pytest.mark.parametrize("kind", NO_TENSORS)
+@pytest.mark.filterwarnings("ignore")
 def test_what_is_no_named_tensors_is_refused_and_code_is_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     content, words = NO_TENSORS[kind]
+    if words == BIAS:
+        content = random_tensors() | content
     folder = write(tmp_path, content, filename="pytorch_model.bin")
     assert_refused(folder, "pytorch_model.bin", words)
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "pytorch_model.bin"}

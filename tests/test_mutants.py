@@ -35,37 +35,6 @@ SUITES = {
     "compress": ["test_compress.py", "test_examine.py"],
     "formats.products": ["test_products.py", "test_load_gpt2_weights.py"],
 }
-# Which tests of these are enough, by the longest beginning of the mutant's name: to be quick.
-ENOUGH = {
-    "": "",
-    "adapter": "not bare_run and not page",
-    "bct": "bct or memory or form or any_feeding",
-    "bct_empty": "what_is_empty",
-    "bct_keeps": "bytes",
-    "bct_takes": "refused",
-    "cached": "not bare_run and not each_check",
-    "compress": "not bare_run and not each_check",
-    "kv_feeds": "full_hit",
-    "kv_forgotten": "past_the_context",
-    "kv_reads": "warm",
-    "layout": "dtype or onednn or converted",
-    "llama": "transformers or window or halves or bfloat16",
-    "loader": "one_sentence",
-    "loader_leaves": "equals_transformers",
-    "products": "product or text",
-    "paged": "not bare_run and not serve_continues and not bad_input",
-    "ring": "window or ring or any_feeding or plain_causal",
-    "preallocated": "preallocated",
-    "ring_checks": "refused",
-    "ring_clone": "clone",
-    "ring_failed": "any_feeding",
-    "ring_keeps": "gradients",
-    "ring_reads": "any_feeding",
-    "ring_truncates": "full_ring",
-    "ring_without": "full_ring",
-    "ring_writes_in_place": "gradients",
-    "speculate": "(draft or distribution or chance) and not bare_run",
-}
 
 
 class FailedTest:
@@ -99,7 +68,7 @@ def file_of(module: str) -> Path:
 def try_bug(name: str) -> tuple[int, str]:
     """Return pytest's exit status for a module of the changed text, and the name of the test that
     killed the bug. First to be tried is the test that killed it before; if it doesn't, all tests
-    that are enough are run."""
+    of the module's suite are run."""
     module = BUGS[name].path.stem
     path = file_of(module)
     text = BUGS[name].changed(path.read_text("utf-8"))
@@ -112,9 +81,8 @@ def try_bug(name: str) -> tuple[int, str]:
     if killer:
         status = pytest.main(["-x", *OPTIONS, str(ROOT / killer)], plugins=[failed])
     if status != pytest.ExitCode.TESTS_FAILED:
-        longest = max((start for start in ENOUGH if name.startswith(start)), key=len)
         tests = [str(ROOT / "tests" / file) for file in SUITES[module]]
-        status = pytest.main(["-x", *OPTIONS, "-k", ENOUGH[longest], *tests], plugins=[failed])
+        status = pytest.main(["-x", *OPTIONS, *tests], plugins=[failed])
     return int(status), failed.name
 
 

@@ -76,18 +76,3 @@ def test_rounding_is_by_half_a_step_at_most_in_any_range(
     x = torch.linspace(-largest, largest, 32, dtype=torch.float64).to(dtype)[None]
     rounded = dequantize(*quantize(x, 4, dim=-1), 4)
     assert (rounded.double() - x.double()).abs().max() <= largest * (1 / 15 + 0.01)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "sharing", "says"),
-    [
-        (torch.float32, 2, "4.25 bytes a number, which must be fewer than 4"),
-        (torch.bfloat16, 2, "2.25 bytes a number, which must be fewer than 2"),
-    ],
-)
-def test_a_scale_for_so_few_numbers_that_nothing_is_saved_is_refused(
-    dtype: torch.dtype, sharing: int, says: str
-) -> None:
-    with pytest.raises(ValueError, match=says):
-        quantize(torch.randn(sharing, 8).to(dtype), 2, dim=0)
-    quantize(torch.randn(sharing + 1, 8).to(dtype), 2, dim=0)

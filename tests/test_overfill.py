@@ -1,7 +1,6 @@
 """overfill.py: identities that hold whatever the models are, policies against what they say, and the real formats."""
 
 import math
-import re
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -28,7 +27,7 @@ from overfill import (
     logit_variance,
     parse_policy,
 )
-from pair import geometry_difference, splice_last
+from pair import geometry_difference
 from support.statistics import entropy, kl
 from tests import helpers
 from tests.helpers import ROOT, class_of, of_kind
@@ -215,24 +214,6 @@ def test_pairs_and_options_that_can_not_be_are_refused() -> None:
         next(generate_refreshed(RefreshedPair(TEACHER, STUDENT, prompts()), -1))
 
 
-# --- Splicing -------------------------------------------------------------------------------------------------------
-
-
-def cache_of(value: float, n: int, start: int = 0) -> KVCache:
-    layers = [torch.full((2, 2, 2, n, 4), value) for _ in range(3)]
-    return KVCache(layers, torch.arange(start, start + n))
-
-
-@pytest.mark.parametrize(
-    ("source", "n"), [(cache_of(1.0, 5), 2), (cache_of(1.0, 2, start=4), 3), (cache_of(1.0, 6), 7)]
-)
-def test_a_splice_that_does_not_fit_changes_nothing(source: KVCache, n: int) -> None:
-    cache = cache_of(0.0, 6)
-    with pytest.raises(ValueError, match=rf"can't replace {n} of 6 tokens up to position 6"):
-        splice_last(cache, source, torch.tensor([n, 1]))
-    assert all(kv.eq(0).all() for kv in cache.layers)
-
-
 # --- Gates ----------------------------------------------------------------------------------------------------------
 
 
@@ -343,23 +324,6 @@ def test_a_policy_is_what_its_name_says_or_one_sentence() -> None:
 
 
 # --- The command line -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_bare_run_compares_the_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    ran = helpers.run(overfill.main, "--max-new-tokens", 48, "--policy", "periodic:8")
-    assert ran.code == 0 and list(tmp_path.iterdir()) == []  # a slow run has shown a bar
-    found = re.findall(r"^  (\S.*?) {2,}([\d.]+) +[\d.]+ +[\d +]+ \d+$", ran.out, re.M)
-    apart = {name: float(nats) for name, nats in found}
-    assert apart["teacher"] == 0 < apart["OverFill"] < apart["student alone"] and len(apart) == 4
-
-
-def test_a_text_is_written_and_its_cost_said() -> None:
-    words = ["write", "--policy", "dropout:8:0", "--max-new-tokens", 20]
-    ran = helpers.run(overfill.main, *words, "--student", "pocket-student-dropout")
-    assert ran.code == 0 and ran.err == "" and len(ran.out.split()) > 20
-    assert re.search(r"\[refreshed after tokens: 16, .* read 16 tokens after the prompt\]", ran.out)
 
 
 def test_models_of_different_tokenizers_are_refused(tmp_path: Path) -> None:

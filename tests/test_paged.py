@@ -211,33 +211,24 @@ def test_overflow_fails_a_pass_and_leaves_nothing_in_blocks(model: nn.Module) ->
     assert_close(got, model(torch.tensor([b.ids[:7]]))[0, -6:], torch.float32)
 
 
-@pytest.mark.parametrize(("temperature", "bad"), [(0.0, math.nan), (1.0, math.inf)])
-def test_logits_that_are_not_finite_add_no_token_to_any_text(
-    model: nn.Module, temperature: float, bad: float
-) -> None:
+def test_logits_that_are_not_finite_add_no_token_to_any_text(model: nn.Module) -> None:
     server, written = Server(model, PagedCache(model, 9, 4)), [[], []]
     for i in range(2):
-        server.add(tokens(5, i), 8, temperature=temperature)
-    while len(written[1]) < 3:
-        for number, token in server.step():
-            written[number].append(token)
-    lengths = [len(text.ids) for text in server.texts]
+        server.add(tokens(5, i), 8)
 
     def overflow(module: nn.Module, args: object, logits: Tensor) -> Tensor:
-        return logits.index_fill(1, torch.tensor([logits.size(1) - 1]), bad)  # the last text's
+        return logits.index_fill(1, torch.tensor([logits.size(1) - 1]), math.nan)  # the last text's
 
-    hook = model.register_forward_hook(overflow)
-    for _ in range(3):  # the server goes on failing, and doesn't go on as if nothing were
-        with pytest.raises(ValueError, match="logits aren't finite"):
-            while True:
-                assert server.step() == []
-    hook.remove()
-    assert [len(text.ids) for text in server.texts] == lengths
     while server.busy:
+        if len(written[1]) == 3:  # the server goes on failing, and then goes on
+            hook = model.register_forward_hook(overflow)
+            for _ in range(3):
+                with pytest.raises(ValueError, match="logits aren't finite"):
+                    server.step()
+            hook.remove()
         for number, token in server.step():
             written[number].append(token)
-    if temperature == 0:
-        assert written == [alone(model, tokens(5, i), 8) for i in range(2)]
+    assert written == [alone(model, tokens(5, i), 8) for i in range(2)]
 
 
 @pytest.mark.parametrize("forked", [False, True])
@@ -382,16 +373,11 @@ def test_sizes_below_one_and_pools_beyond_memory_are_refused(model: nn.Module) -
         PagedCache(model, 2 * 10**9, 16)
 
 
-# --- The command line ---------------------------------------------------------------------------
-
-
 @pytest.mark.slow
-def test_a_bare_run_shows_the_same_tokens_and_the_blocks(tmp_path: Path) -> None:
+def test_a_bare_run_shows_the_same_tokens_and_when_each_text_is_complete(tmp_path: Path) -> None:
     page = tmp_path / "blocks.html"
     ran = run(main, "--max-new-tokens", 16, "--chunk", 256, "--trace", page)
-    rows = [line for line in ran.out.splitlines() if line.endswith("yes")]
-    assert len(rows) == 4  # one at a time, a padded batch, blocks for all, few blocks
+    assert ran.out.count("yes\n") == 4  # one at a time, a padded batch, blocks for all, few blocks
     data = json.loads(re.search(r"const data = (.*);\n", page.read_text()).group(1))
     ends = [who for step in data["steps"] for who in step["events"].get("complete", [])]
     assert sorted(ends) == [*range(12)]
-    assert sum(len(step["written"]) for step in data["steps"]) == 3 * (4 + 8 + 12 + 16)

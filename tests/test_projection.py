@@ -14,7 +14,6 @@ from llama_kv_cache import rotate, rotation
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from projector import (
-    Compressor,
     Layout,
     Prefill,
     attention_output,
@@ -23,22 +22,17 @@ from projector import (
     tail_queries,
 )
 from studies.judging import Figure
-from studies.projection import segments, ways
 from studies.projection import study as projection
 from studies.projection.segments import SegmentMap, measure_segments, summarize
 from studies.projection.ways import (
     QUICK,
     TRUE_POSITIONS,
-    BothStages,
     Fits,
     Trial,
     Way,
     pocket_families,
-    reading_error,
 )
 from studies.results import Results
-from support import encoders
-from support.encoders import PairEncoder
 from support.regression import PENALTIES
 from support.texts import read_pairs
 from tests.helpers import ROOT, refused, start
@@ -166,32 +160,6 @@ def test_nothing_is_fitted_on_what_is_tested(trial: Trial, monkeypatch: pytest.M
     assert asked == ["valid", "valid"] and 0 < tau <= 1.0001 and area > 0.5
 
 
-@pytest.mark.slow
-def test_penalties_are_chosen_by_family_and_have_the_least_error(
-    trial: Trial, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    grouped: list[list[str]] = []
-    read = [prompt.exact for prompt in trial.stage_1_prompts[:3]]
-    fitted, heavy = (Compressor(read, 3, penalty, steps=10) for penalty in (1e-5, 1e5))
-    assert 10 * reading_error(fitted, read) < reading_error(heavy, read)
-
-    def recording(error: object, groups: list[str], *_: object) -> float:
-        grouped.append([*groups])
-        return 1.0
-
-    for module in (ways, segments, encoders):
-        monkeypatch.setattr(module, "cross_validate", recording)
-    fits = Fits(trial, replace(TRUE_POSITIONS, tail=2))
-    both = BothStages(trial, fits.own)
-    assert fits.segment_map and both.stage_2 and fits.compressor
-    fewer = Fits(trial, replace(fits.layout, m=4), fits)  # with the penalties of the proposal's m
-    assert BothStages(trial, fewer.own, both).stage_2 and fewer.segment_map and fewer.compressor
-    families = [p.family for p in trial.train]
-    PairEncoder.fit(trial.tokenizer, [p.text for p in trial.train], families)
-    of_stage_1 = [p.family for p in trial.stage_1_prompts]
-    assert grouped == [of_stage_1, [p.family for p, _ in trial.pairs], of_stage_1, families]
-
-
 def write_pairs(path: Path, families: int) -> Path:
     """Pairs of questions of the pocket world, as somebody would have them for another model."""
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -209,9 +177,6 @@ def test_pairs_become_families_that_splits_do_not_share(tmp_path: Path) -> None:
     assert sizes == {"train": 12, "valid": 4, "test": 4}
     texts = [text for families in split.values() for family in families for text, _ in family]
     assert len({*texts}) == len(texts) == 60
-
-
-def test_pairs_that_are_none_are_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "bad.csv"
     for target, message in (("", "empty prompt"), ("y", "1 families of prompts: 15")):
         path.write_text(f"source,target\nx,{target}\n")
@@ -291,14 +256,3 @@ def test_a_study_then_a_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [line[0] for line in lines] == ["proposed", "ours", "exactly"]
     (out / "library" / "ours" / "library.safetensors").write_bytes(b"no")
     refused(start(question), "not a safetensors file")
-
-
-@pytest.mark.parametrize(
-    ("words", "culprit"),
-    [
-        ("--model gpt2", "--pairs FILE"),
-        ("--pairs nowhere.csv", "nowhere.csv"),
-    ],
-)
-def test_bad_input_is_one_sentence(words: str, culprit: str) -> None:
-    refused(start(f"studies.projection {words}"), culprit)

@@ -33,7 +33,7 @@ from projector import (
 from support import statistics
 from support.encoders import PairEncoder
 from support.regression import PENALTIES, cross_validate, ridge
-from tests.helpers import of_kind, refused, start
+from tests.helpers import of_kind, start
 from tests.test_equivalence import model_of
 
 CONFIG = GPTConfig(vocab_size=50, n_ctx=96, n_layer=3, n_head=2, n_embd=16)
@@ -310,19 +310,17 @@ def test_a_saved_library_comes_back_and_a_damaged_one_is_never_a_wrong_start(
         Library.load(half, tokenizer, tmp_path)
     with pytest.raises(FileNotFoundError):
         Library.load(model, tokenizer, tmp_path / "nowhere")
-    for path in sorted(tmp_path.iterdir()) * 8:
+    for path in sorted(tmp_path.iterdir()):
         whole = path.read_bytes()
-        content = bytearray(whole[: rng.choice([len(whole), rng.randrange(len(whole))])])
-        for _ in range(rng.choice([1, 20]) if content else 0):
+        for _ in range(8):
+            content = bytearray(whole[: rng.choice([len(whole), rng.randrange(1, len(whole))])])
             content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-        path.write_bytes(content)
-        try:
-            again = Library.load(model, tokenizer, tmp_path)
-        except ValueError as error:
-            assert str(tmp_path) in str(error)
-            refused += 1
-        else:
-            assert same(library, again, tokenizer)
+            path.write_bytes(content)
+            try:
+                assert same(library, Library.load(model, tokenizer, tmp_path), tokenizer)
+            except ValueError as error:
+                assert str(tmp_path) in str(error)
+                refused += 1
         path.write_bytes(whole)
     assert refused > 13
 
@@ -363,13 +361,6 @@ def test_rouge_l_is_that_of_rouge_score() -> None:
 
 
 @pytest.mark.slow
-def test_a_bare_run_compares_the_ways() -> None:
-    lines = start("projector").out.splitlines()
-    rows = {line.split(":")[0].strip(): line.split()[-4:] for line in lines if "%  " in line}
-    assert rows["cold"][2:] == rows["rival"][2:] == ["0.00", "100%"]
-    assert float(rows["proposed"][2]) > 1 > float(rows["ours"][2])
-
-
 def test_a_question_is_answered_three_times() -> None:
     def answered(question: str) -> list[list[str]]:
         lines = start(f"projector ask '{question}'").out.splitlines()
@@ -382,16 +373,3 @@ def test_a_question_is_answered_three_times() -> None:
     cold = answered("Is it cold today?")
     assert [row[0] for row in cold] == ["proposed (cold)", "ours (cold)", "exactly"]
     assert len({tuple(row[2:]) for row in cold}) == 1
-
-
-BAD = {  # a command, and what its sentence must hold
-    "ask": "required: QUESTION",
-    "ask x --library README.md": "README.md",
-    "ask x --model smollm2": "studies.projection --model smollm2",
-    "--model pocket-llama": "pocket-llama",
-}
-
-
-@pytest.mark.parametrize("command", BAD)
-def test_bad_input_is_one_sentence(command: str) -> None:
-    refused(start(f"projector {command}"), BAD[command])

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from chapters.builder import filler, front, pages
+from chapters.builder import filler, pages
 from tests.helpers import run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,16 +24,6 @@ def test_excerpts_and_figures_are_those_of_the_files(name: str) -> None:
     """All but outputs and pictures, which take longer: `python3 -m chapters.builder` mends them."""
     page = filler.PAGES[name]
     assert filler.filled(page, keep=("output", "picture")) == page.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("urls", ["", '[project.urls]\nlive = "https://a.example/live/"\n'])
-def test_the_live_page_is_where_the_project_says(
-    urls: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "pyproject.toml").write_text(urls)
-    monkeypatch.setattr(front, "ROOT", tmp_path)
-    address = "https://a.example/live/" if urls else "chapters/live/index.html"
-    assert re.findall(r"\]\(([^)]*)\)", front.live_page()) == [address, address]
 
 
 def test_the_python_examples_run_one_after_the_other() -> None:
@@ -89,12 +79,6 @@ def test_links_lead_to_files_and_headings() -> None:
                 assert f'id="{heading}"' in shown[target], f"{path}: {name}#{heading}"
             links += 1
     assert links > 100
-
-
-def test_tables_and_sentences_of_the_front_pages_have_no_marks_in_them() -> None:
-    for page in ("README.md", "borrow/README.md"):
-        for line in TEXTS[ROOT / page].splitlines():
-            assert "<!--" not in line or re.fullmatch(r"<!-- (\{\{ .* \}\}|end) -->", line), line
 
 
 def test_the_front_page_is_short() -> None:

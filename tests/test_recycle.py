@@ -16,11 +16,10 @@ import torch
 
 import gpt_kv_cache
 import recycle as module
-from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
+from gpt_kv_cache import GPT, KVCache, generate
 from load_gpt2_weights import load_model, load_tokenizer
 from recycle import (
     DIALOGUE,
-    LINES,
     Conversation,
     NearestPrompt,
     Recycler,
@@ -34,8 +33,7 @@ from studies.results import Results
 from support.encoders import load_encoder, token_encoder
 from support.files import read_csv
 from support.store import Store
-from support.timing import time_text
-from tests.helpers import N_CTX, Ran, process, refused, run, start
+from tests.helpers import N_CTX, Ran, refused, run
 from tests.test_hybrid import hybrid
 from tests.test_store import ALL_FOUR, found, put, texts, tiny_model
 
@@ -102,28 +100,6 @@ def test_layers_that_keep_less_go_on_from_the_last_checkpoint(
         row, n = torch.tensor([other]), 3 if shared < 34 else 20  # also past n_ctx = 48
         assert written(recycle(store, row, n)) == written(generate(model, row, n))
     assert written(recycle(store, prompt, 5)) == text[30:], "what is stored isn't stored again"
-
-
-SUSPENDED = """
-import torch
-from gpt_kv_cache import GPT, GPTConfig
-from projector import generate_warm
-from recycle import recycle
-from support.store import Store
-model = GPT(GPTConfig(50, 16, 2, 2, 12)).eval()
-generator, other = {generators}
-next(generator), next(other)
-"""
-
-
-@pytest.mark.slow
-def test_a_process_ends_well_while_generators_are_suspended() -> None:
-    ids = "torch.tensor([[1, 2, 3]])"
-    generators = (
-        f"recycle(Store(model), {ids}, 9), generate_warm(model, {ids}, model.new_cache(), 3, 9)"
-    )
-    ran = process(sys.executable, "-c", SUSPENDED.format(generators=generators))
-    assert (ran.code, ran.err) == (0, "")
 
 
 @pytest.mark.parametrize("moment", ["append", "commit", "sample"])
@@ -300,62 +276,15 @@ def typed(monkeypatch: pytest.MonkeyPatch, text: str, *words: object) -> Ran:
 
 
 @pytest.mark.slow
-def test_bare_run_shows_every_way_and_writes_the_sources_files(tmp_path: Path, monkeypatch) -> None:
+def test_a_bare_run_writes_the_sources_files(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    ran = run(module.main, "--max-new-tokens", "12", "--figures")
-    assert ran.code == 0, ran.err
-    for way in ("cold", "source: the nearest", "ours"):
-        assert re.search(rf"^  {way}.* 7 of 7$", ran.out, re.MULTILINE)
-    assert int(re.search(r"published call.* (\d) of 7", ran.out).group(1)) < 4
+    assert run(module.main, "--max-new-tokens", "12", "--figures").code == 0
     folder = tmp_path / "results" / "recycle"
     cold = read_csv(folder / "baseline.csv", "prompt", "output")
-    recycled = read_csv(folder / "recycled.csv", "way", "reused_tokens")
-    assert [row["way"] for row in recycled] == ["source", "published", "longest"] * 7
-    for i, row in enumerate(recycled):
-        assert row["prompt"] == cold[i // 3]["prompt"]
-        assert row["output"] == cold[i // 3]["output"] or row["way"] == "published"
-    assert len(read_csv(folder / "comparison.csv", "baseline_latency_s", "speedup_percent")) == 21
+    recycled = read_csv(folder / "recycled.csv", "way", "reused_tokens", "output")
+    same = [row["output"] == cold[i // 3]["output"] for i, row in enumerate(recycled)]
+    assert same[0::3] == same[2::3] == [True] * 7 and sum(same[1::3]) < 4  # but the published call
     assert all((folder / name).stat().st_size > 9000 for name in ("latency.png", "speedup.png"))
-
-
-@pytest.mark.parametrize(
-    "words", ["recycle", "recycle --out mine/tables", "chapters.grade . --output mine/points.csv"]
-)
-def test_a_folder_that_cannot_be_written_to_is_found_out_before_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine").touch()
-    (tmp_path / "results").touch()
-    monkeypatch.setattr(module, "load_model", None)
-    refused(start(words), "ot a ")  # a folder, a directory
-
-
-def tiny_trial(tests: list[str]) -> recycling.Trial:
-    tokenizer = load_tokenizer("pocket")
-    model = GPT(GPTConfig(tokenizer.n_vocab, 64, 1, 1, 8)).eval()
-    encoder = lambda texts: np.eye(2)[[int(text[:1] == "Q") for text in texts]]  # noqa: E731
-    return recycling.Trial(Recycler(Store(model), tokenizer, encoder), tests, 2)
-
-
-def test_in_the_sources_order_all_cold_runs_come_first_and_what_is_stored_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    texts = ["Notes: a goat", "Question: who?"]
-    trial = tiny_trial([f"{text} And?" for text in texts])
-    events, answer, add = [], trial.answer, trial.recycler.store_prompt
-    monkeypatch.setattr(trial, "answer", lambda way, *a: events.append(way) or answer(way, *a))
-    monkeypatch.setattr(
-        trial.recycler, "store_prompt", lambda text: events.append("store") or add(text)
-    )
-    trial.store_and_answer(texts, "source", 3)
-    assert events == ["cold"] * 2 + ["store"] * 2 + ["published"] * 2 + ["recycled"] * 2
-    with pytest.raises(ValueError, match="exceed the context, 64"):
-        module.prompt_lengths(trial.recycler, ["goat " * 200], 2)
-
-
-def test_alpha_is_the_slope_through_zero() -> None:
-    assert recycling.slope(np.array([[0.2, 0.06], [0.5, 0.15]])) == pytest.approx(0.3)
 
 
 def reduced(folder: Path) -> dict[tuple[str, str], dict]:
@@ -420,23 +349,14 @@ def test_a_chat_reuses_its_history_and_that_of_an_earlier_run(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     questions = ["What does the yaffin like to eat?", "Which river does Tolben stand on?"]
     counts = []
-    for words in (
-        "--fresh --max-new-tokens 2",
-        "--compare --max-new-tokens 30",
-        "--max-new-tokens 30",
-    ):
-        ran = typed(monkeypatch, "\n{}\n  \n {} \n".format(*questions), "chat", *words.split())
+    for words in ("--fresh", "--compare", ""):
+        typed_text = "\n{}\n  \n {} \n".format(*questions)
+        ran = typed(monkeypatch, typed_text, "chat", "--max-new-tokens", 30, *words.split())
         assert ran.code == 0 and re.findall(r"^> (.*)$", ran.out, re.M) == questions
-        is_short = "fresh" in words
-        assert ("lichen" in ran.out and "Tamble" in ran.out) != is_short
-        assert ran.out.count("; cut off after 2 tokens: --max-new-tokens") == 2 * is_short
-        assert ran.out.count("first token after") == 2
+        assert "lichen" in ran.out and "Tamble" in ran.out
         assert ran.out.count(" ms, without reuse") == 2 * ("compare" in words)
-        assert [*tmp_path.iterdir()] == [tmp_path / "results"] * (not is_short)
-        turns = [[int(n) for n in turn] for turn in re.findall(r"reused (\d+) of (\d+) t", ran.out)]
-        read, in_all = sum(n - k for k, n in turns), sum(n for _, n in turns)
-        assert f"[all turns: {read:,} tokens read, without reuse {in_all:,}]\n" in ran.out
-        counts += [k for k, _ in turns]
+        assert [*tmp_path.iterdir()] == [tmp_path / "results"] * ("fresh" not in words)
+        counts += reused(ran.out)
     assert counts[0] == counts[2] == 0 < counts[1]
     assert counts[3] > 15 and counts[4] > 10 and counts[5] > counts[3]
 
@@ -489,16 +409,3 @@ def test_a_conversation_goes_on_from_the_last_answers_checkpoint(capsys) -> None
     (none, first), (second, then), (third, _), (again, _) = [(int(k), int(n)) for k, n in turns]
     assert none == 0 and second == first + 4 and third == then + 4  # an answer has 5, 4 are read
     assert again == first - 1, "a question's last token has to be fed"
-
-
-def test_a_special_token_that_is_typed_is_text(pocket: GPT) -> None:
-    tokenizer, line = load_tokenizer("pocket"), "a <|endoftext|><|im_end|> b<|endoftext|>"
-    for form, ends in ((LINES, []), (DIALOGUE, [tokenizer.eot_token])):
-        ids = Conversation(Store(pocket), tokenizer, 5, form).encode(line)
-        assert line in tokenizer.decode(ids) and ids.count(tokenizer.eot_token) == len(ends)
-        assert ids[len(ids) - len(ends) :] == ends
-
-
-def test_an_answer_ends_with_any_of_the_end_tokens() -> None:
-    run = time_text(lambda: iter(torch.tensor([1, 2, 3, 4])), end_tokens=(7, 3))
-    assert run.ids == [1, 2, 3] and 0 < run.first_token_seconds <= run.total_seconds

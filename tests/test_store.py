@@ -150,28 +150,14 @@ def test_the_longest_prefix_of_any_text_is_found_to_the_token(
 
 
 @pytest.mark.parametrize("on_disk", [True, False])
-def test_numbers_come_back_bit_by_bit(on_disk: bool, tmp_path: Path) -> None:
-    # A Llama has fewer heads of keys than of queries.
-    for kind, dtype in zip(KINDS, (torch.float32, torch.bfloat16), strict=True):
-        model, ids = tiny_model(kind=kind).to(dtype), list(range(11)) * 2
-        cache, store = prefilled_cache(model, ids), Store(model, tmp_path if on_disk else None)
-        put(store, ids)
-        for _ in range(2):  # what becomes of a cache changes nothing in a store
-            got = store.get(ids)
-            assert len(got) == 21 and type(got) is type(cache)
-            for ours, given in zip(got.layers, cache.layers, strict=True):
-                assert ours.dtype == dtype and torch.equal(ours, given[..., :21, :])
-                ours.zero_()
-
-
-@pytest.mark.parametrize("on_disk", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [*KINDS, "hybrid"])
 def test_layers_of_all_kinds_come_back_bit_by_bit(
-    on_disk: bool, dtype: torch.dtype, tmp_path: Path
+    kind: str, dtype: torch.dtype, on_disk: bool, tmp_path: Path
 ) -> None:
-    model, ids = tiny_model(kind="hybrid").to(dtype), [*range(30)]
+    model, ids = tiny_model(kind=kind).to(dtype), [*range(10)] * 3
     store, cache = Store(model, tmp_path if on_disk else None), None
-    for n in (5, 20):  # before and after the window of 8 evicts
+    for n in (5, 20):  # before and after the hybrid's window of 8 evicts
         cache = prefilled_cache(model, ids[:n], cache)
         store.put(ids[:n], cache)
         for one in (store, another(store) if on_disk else store):
@@ -179,8 +165,9 @@ def test_layers_of_all_kinds_come_back_bit_by_bit(
             assert got.snapshot() == cache.snapshot() and len(got) == n
             for ours, given in zip(held_tensors(got), held_tensors(cache), strict=True):
                 assert ours.dtype == given.dtype and torch.equal(ours, given)
-                ours.zero_()
-    assert len(store.get(ids[:20])) == 5, "a window and a state can't be cut"
+                ours.zero_()  # what becomes of a cache changes nothing in a store
+    whole = 19 if kind in KINDS else 5  # a window and a state can't be cut
+    assert len(store.get(ids[:20])) == whole
 
 
 def test_bad_input_is_refused_with_both_numbers(tiny: GPT) -> None:
@@ -196,14 +183,9 @@ def test_bad_input_is_refused_with_both_numbers(tiny: GPT) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             store.put(given, other)
-    for given, words in (
-        (torch.tensor([ids]), r"ids\[0\].*got tensor\(\[\[1, 2, 3\]\]\)"),
-        ([1.0, 2, 3], "whole numbers.*got"),
-    ):
-        with pytest.raises(TypeError, match=words):
-            store.put(given, cache)
-        with pytest.raises(TypeError, match=words):
-            store.get(given)
+    for use in (store.get, lambda given: store.put(given, cache)):
+        with pytest.raises(TypeError, match="whole numbers.*got"):
+            use([1.0, 2, 3])
     with pytest.raises(TypeError, match="must be a KV cache, got list"):
         store.put(ids, ids)
     store.put(torch.tensor(ids), cache)
@@ -335,37 +317,6 @@ def test_the_least_recently_used_run_that_nothing_continues_goes_first(store: St
     assert store.nbytes == 0
 
 
-def instructions(store: Store, work: Callable[[], object]) -> int:
-    """Return how many instructions of its virtual machine SQLite runs for some work."""
-    count = 0
-
-    def counted() -> None:
-        nonlocal count
-        count += 1
-
-    store._index.set_progress_handler(counted, 1)
-    work()
-    store._index.set_progress_handler(None, 0)
-    return count
-
-
-def test_the_work_of_a_put_does_not_hang_on_how_much_is_stored(store: Store) -> None:
-    cache, numbers = prefilled_cache(store.model, [1, 2]), iter(range(10**6))
-
-    def put_next(one: Store = store) -> None:
-        one.put([next(numbers), 2], cache)
-
-    costs = []
-    for size in (20, 400):
-        while next(numbers) < size:
-            put_next()
-        costs.append(instructions(store, put_next))
-        full = another(store, store.nbytes)
-        put_next(full)  # the first one sweeps
-        costs[-1] += instructions(store, lambda one=full: put_next(one))
-    assert costs[1] < 1.5 * costs[0]
-
-
 # --- Damage ---------------------------------------------------------------------------------------------------------
 
 
@@ -402,17 +353,6 @@ def damage(rng: random.Random, store: Store, foreign: list[bytes]) -> str:
     return kind
 
 
-@pytest.mark.parametrize("kind", ["state", "window"])
-def test_a_checkpoint_alone_fits_to_the_byte(kind: str) -> None:
-    model, ids = hybrid(kind), [*range(20)]
-    cache, store = prefilled_cache(model, ids), Store(model)
-    store.put(ids, cache)
-    for capacity, reused in ((store.nbytes, 20), (store.nbytes - 1, 0)):
-        tight = Store(model, capacity=capacity)
-        tight.put(ids, cache)
-        assert found(tight, [*ids, 0]) == reused and tight.nbytes <= capacity
-
-
 @pytest.mark.parametrize("kind", ["GPT-2", pytest.param("hybrid", marks=pytest.mark.slow)])
 def test_a_damaged_store_never_gives_a_wrong_cache_and_heals(kind: str, tmp_path: Path) -> None:
     store = Store(tiny_model(kind=kind), tmp_path / "store")
@@ -420,7 +360,7 @@ def test_a_damaged_store_never_gives_a_wrong_cache_and_heals(kind: str, tmp_path
     theirs = Store(tiny_model(1), tmp_path / "theirs")
     put(theirs, *held)
     foreign = [path.read_bytes() for path in runs(theirs)]
-    for i in range(60):
+    for i in range(40):
         put(store, *held)
         kinds.add(damage(rng, store, foreign))
         with warnings.catch_warnings():
@@ -431,7 +371,7 @@ def test_a_damaged_store_never_gives_a_wrong_cache_and_heals(kind: str, tmp_path
         if i % 10 == 0:  # nothing that is broken stays, but for numbers of use
             store.clear()
             assert not runs(store)
-    assert len(kinds) >= 10 and reused > 50 * 60
+    assert len(kinds) >= 10 and reused > 50 * 40
 
 
 def test_what_is_wrong_with_a_file_is_said_once_and_it_goes_with_what_continues_it(
@@ -502,14 +442,9 @@ def test_an_error_of_any_call_is_at_most_one_warning_and_loses_nothing(
             put(one, other)
             assert found(one, held) <= 15 and found(one, other) <= 15
     assert len(caught) <= 2 and all("too many" in str(one.message) for one in caught)
-    assert kept(before, store.folder)
-    assert found(store, held) == found(another(store), held) == 15
-
-
-def kept(before: dict[str, bytes], folder: Path) -> bool:
-    """Whether all files are there as they were, but for the index."""
     del before["index.db"]
-    return before.items() <= contents(folder).items()
+    assert before.items() <= contents(store.folder).items()
+    assert found(store, held) == found(another(store), held) == 15
 
 
 @pytest.mark.parametrize("words", ["readonly", "locked"])
@@ -538,22 +473,6 @@ def test_an_index_that_cannot_be_written_is_waited_for_once_and_read(
     assert found(store, [2] * 10) == 10, "it works again"
 
 
-@pytest.mark.parametrize("target", ["mine", "nothing", None])
-def test_what_lies_in_the_next_files_place_is_no_harm(store: Store, target: str | None) -> None:
-    place, folder = store.folder / "1.kv", store.folder.parent
-    for mine in (folder / "mine", store.folder / "2 copy.kv"):
-        mine.write_text("mine")
-    if target:
-        place.symlink_to(folder / target)
-    else:  # what a killed process leaves
-        place.write_bytes(b"half a file")
-    with warned(0):
-        put(store, [1] * 10)
-        assert found(another(store), [1] * 10) == 10
-    assert mine.read_text() == (folder / "mine").read_text() == "mine"
-    assert not (folder / "nothing").exists()
-
-
 def test_a_folder_that_is_deleted_in_use_is_one_warning(store: Store) -> None:
     put(store, [1] * 10)
     shutil.rmtree(store.folder.parent)
@@ -565,43 +484,7 @@ def test_a_folder_that_is_deleted_in_use_is_one_warning(store: Store) -> None:
     assert found(another(store), [2] * 10) == 10
 
 
-@pytest.mark.parametrize("on_disk", [True, False])
-@pytest.mark.parametrize(
-    "moment", ["_checksum", "_add_run", "_mark_used", "_delete_row", "_delete_files"]
-)
-def test_an_interrupted_put_leaves_a_store_that_works(
-    tiny: GPT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_disk: bool, moment: str
-) -> None:
-    store = Store(tiny, tmp_path if on_disk else None, capacity=12 * TOKEN)
-    put(store, [1] * 10)
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
-        broken.setattr(store, moment, interrupted)
-        put(store, [2] * 10)
-    assert taken(tmp_path) <= store.capacity, "what is yet to be deleted counts"
-    for ids in ([1] * 10, [2] * 10):
-        found(store, ids)
-        put(store, ids)
-        assert found(store, ids) == 10 and store.nbytes <= store.capacity
-
-
 # --- In processes of their own --------------------------------------------------------------------------------------
-
-WORKER = """
-import resource
-from tests.test_store import *
-model, folder, held = tiny_model(), Path({folder!r}), texts(3, 60, low=5)
-{code}
-print("done", flush=True)
-"""
-
-
-def ends_well(code: str, folder: Path) -> None:
-    text = WORKER.format(folder=str(folder), code=code)
-    assert process(sys.executable, "-c", text) == Ran(0, "done\n", "")
 
 
 def sound(model: GPT, folder: Path) -> int:
@@ -610,37 +493,6 @@ def sound(model: GPT, folder: Path) -> int:
         store = Store(model, folder)
         assert store._index.execute("PRAGMA integrity_check").fetchone() == ("ok",)
         return sum(found(store, ids) for ids in texts(3, 60, low=5))
-
-
-FEW = {
-    "handles": "resource.setrlimit(resource.RLIMIT_NOFILE, (5, 5))",
-    "bytes a file": "resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("few", FEW)
-def test_a_process_with_too_little_leaves_a_healthy_store_alone(
-    tiny: GPT, tmp_path: Path, few: str
-) -> None:
-    put(Store(tiny, tmp_path), *texts(3, 60, low=5))
-    before, n = contents(tmp_path), sound(tiny, tmp_path)
-    code = f"""
-store = Store(model, folder)
-store.get([0])
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    {FEW[few]}
-    for one in (store, Store(model, folder)):
-        for ids in [*held, *texts(4, 20, low=20)]:
-            found(one, ids)
-            put(one, ids)
-said = [str(w.message) for w in caught]
-assert 1 <= len(said) <= 2 and all("can't be used in full" in one for one in said), said
-"""
-    ends_well(code, tmp_path)
-    assert kept(before, tmp_path)
-    assert sound(tiny, tmp_path) == n
 
 
 def hammer(folder: Path, seed: int, capacity: float, rounds: int = 10**9) -> None:
@@ -706,4 +558,5 @@ def bounded(folder: Path) -> None:
 @pytest.mark.parametrize("what", ["together", "bounded"])
 def test_processes_that_share_a_store(tmp_path: Path, what: str) -> None:
     """Any warning is an error: what another process does, or begins, is no damage."""
-    ends_well(f"{what}(folder)", tmp_path)
+    code = f"from tests.test_store import *\n{what}(Path({str(tmp_path)!r}))"
+    assert process(sys.executable, "-c", code) == Ran(0, "", "")

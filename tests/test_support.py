@@ -6,7 +6,6 @@ import math
 import os
 import re
 import signal
-import stat
 import sys
 from argparse import ArgumentTypeError
 from functools import partial
@@ -184,9 +183,6 @@ def test_what_is_no_regular_file_is_neither_read_nor_written(tmp_path: Path) -> 
         ('{"n": true, "x": 1, "name": ""}', "n must be a whole number, got True"),
         ('{"n": 1, "x": null, "name": ""}', "x must be a finite number, got None"),
         ('{"n": 1, "x": NaN, "name": ""}', "NaN is no number"),
-        ('{"n": 1, "x": 1e999, "name": ""}', "finite"),
-        (f'{{"n": 1, "x": 1{"0" * 400}, "name": ""}}', "finite"),
-        (f'{{"n": {"9" * 5000}}}', "JSON"),
         (f'{{"n": 1, "x": 2, "name": ["{"x" * 500}"]}}', r"must be a text, got \['x+\.\.\.x+'\]$"),
         ("\xff", "UTF-8"),
     ],
@@ -198,23 +194,6 @@ def test_json_by_named_fields(content: str, words: str, tmp_path: Path) -> None:
     assert str(path) in str(raised.value) and len(str(raised.value)) < 300 + len(str(path))
     path.write_text('\ufeff{"n": 1, "x": 2, "name": "é", "more": null}', encoding="utf-8")
     assert read_json(path, n=int, x=float, name=str) == {"n": 1, "x": 2, "name": "é", "more": None}
-
-
-@pytest.mark.parametrize("name", ["sub/target", "link", "twice"])
-def test_a_link_stays_and_its_target_keeps_its_mode(name: str, tmp_path: Path) -> None:
-    target, path = tmp_path / "sub" / "target", tmp_path / name
-    (tmp_path / "link").symlink_to("sub/target")
-    (tmp_path / "twice").symlink_to(tmp_path / "link")
-    before = os.umask(0o027)
-    try:
-        write_text(path, "new")  # makes its folder
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(target.stat().st_mode) == 0o640
-    target.chmod(0o604)
-    write_text(path, "newer")
-    assert target.read_text() == "newer" and stat.S_IMODE(target.stat().st_mode) == 0o604
-    assert path.is_symlink() == (path != target) and [*target.parent.iterdir()] == [target]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, OSError])

@@ -12,17 +12,18 @@ import pytest
 from tests.helpers import Ran, process, refused, start
 
 ROOT = Path(__file__).resolve().parent.parent
-STUDIES = {path.parent.name for path in ROOT.glob("studies/*/study.py")}
+STUDIES = [path.parent.name for path in sorted(ROOT.glob("studies/*/study.py"))]
+WRITERS = [f"studies.{name} --out FILE" for name in STUDIES]
+WRITERS += ["studies.replay --out FILE FILE", "recycle --out FILE/tables"]
+WRITERS += ["chapters.grade . --output FILE/points.csv"]
 
 
-@pytest.mark.parametrize("name", sorted(STUDIES | {"replay"}))
-def test_a_study_notices_first_that_it_can_not_write(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", WRITERS)
+def test_a_script_notices_first_that_it_can_not_write(command: str, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    trace = [file] if name == "replay" else []
-    words = ["--out", str(file), *map(str, trace)]
-    ran = start(f"studies.{name} {shlex.join(words)}")
-    refused(ran, f"{file} is not a folder that can be written to")
+    ran = start(command.replace("FILE", shlex.quote(str(file))))
+    refused(ran, str(file), "ot a ")  # a folder, a directory
     assert ran.out == ""
 
 

@@ -14,7 +14,7 @@ from gpt_bounded_cache import BCTConfig
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from llama_kv_cache import Llama
 from load_gpt2_weights import load_model, load_tokenizer
-from pocket import batches, checkpoints, corpus, evaluation, recipes, starts, train, training
+from pocket import batches, checkpoints, corpus, evaluation, recipes, starts, training
 from pocket.recipes import RECIPES, Phase, Recipe
 from pocket.tokenizer import TOKENIZER, VOCABULARY, train_tokenizer
 from tests.helpers import ROOT, process, run
@@ -109,14 +109,6 @@ def test_a_run_of_another_recipe_or_from_other_weights_is_refused(
         training.train(recipe, tmp_path)
 
 
-def test_more_processes_than_rows_are_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(training, "PROCESSES", 3)
-    with pytest.raises(ValueError, match="3 processes .* 2 rows"):
-        training.train(TINY, tmp_path)
-
-
 def test_a_trained_model_gets_its_files(
     teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,34 +146,6 @@ def test_two_processes_train_as_one_does(teacher: str, tmp_path: Path) -> None:
     _, one = training.train(recipe_of("bct", teacher, 5), tmp_path / "one")
     two = torch.load(tmp_path / "two" / "last.pt")["losses"]
     assert one == pytest.approx(two, rel=1e-2)  # bf16; after a step the gradients of both count
-
-
-def test_the_command_trains_what_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    finished = []
-    monkeypatch.setattr(train, "train", lambda *_: (nn.Linear(1, 1), []))
-    monkeypatch.setattr(train, "finish", lambda recipe, *rest: finished.append((recipe, rest[-1])))
-    for words, name in [
-        ("llama", "llama"),
-        ("bct", "bct"),
-        ("bct --rule sum", "bct-sum"),
-        ("student --kind prompt", "student-prompt"),
-    ]:
-        assert run(train.main, *words.split(), "--out", tmp_path).code == 0
-        assert finished.pop() == (RECIPES[name], tmp_path)
-    ran = run(train.main, "llama", "--rule", "sum")  # makes no sense
-    assert ran.code == 2 and "--rule" in ran.err.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("content", "end"), [({"losses": [0.5] * 1000}, -300), ({"recipe": Path}, None), ([1], None)]
-)
-def test_a_damaged_state_is_noticed(content: object, end: int | None, tmp_path: Path) -> None:
-    file = tmp_path / "last.pt"
-    torch.save(content, file)
-    file.write_bytes(file.read_bytes()[:end])
-    with pytest.raises(ValueError, match="last.pt is damaged"):
-        training.train(TINY, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["last.pt"]
 
 
 # --- Batches and phases
