@@ -1,6 +1,7 @@
 """Conversations have the text that a model's template gives them, and a stranger's template does no harm."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 import load_gpt2_weights as loader
 from formats.chat import ChatForm, chat_form, encode_conversation, encode_question, question_form
 from formats.tokenizers import Numbers
+from llama_kv_cache import main
 from support.printing import end_tokens_of
+from tests.helpers import ROOT, refused, run
 from tests.test_llama import CHATML, real_form
 
 pytest.importorskip("transformers")
@@ -209,3 +212,16 @@ def test_what_is_typed_is_text(kind: str, tokenizers: dict) -> None:
         assert encode_question(typed, ours) == expected
         n_special = sum(token in ours.added_ids.values() for token in expected)
         assert n_special == question_form(ours).count("<|")
+
+
+def test_a_template_cannot_steer_the_terminal(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "pocket" / "llama", tmp_path, dirs_exist_ok=True)
+    shutil.copy(ROOT / "pocket" / "teacher" / "tokenizer.tiktoken", tmp_path)
+    words = ["--chat", "--model", tmp_path, "--max-new-tokens", 1]
+    refused(run(main, *words), "--chat needs a model whose tokens include")
+    for template in ("{{ raise_exception('a@') }}", "{{ messages[0].content }}{{ 'a@' }}"):
+        steering = template.replace("@", "\x1b]0;title\x07\x9b1m")
+        (tmp_path / "chat_template.jinja").write_text(steering, "utf-8")
+        ran = run(main, *words)
+        assert r"a\x1b]0;title\x07\x9b1m" in ran.out + ran.err
+        assert {*ran.out + ran.err}.isdisjoint("\x1b\x07\x9b")

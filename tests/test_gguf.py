@@ -1,6 +1,7 @@
 """GGUF files: equal to the model that they were made of, by the package gguf; and a real one, SmolLM2-135M-Instruct."""
 
 import importlib.util
+import random
 import re
 import struct
 from pathlib import Path
@@ -238,3 +239,34 @@ def test_smollm2_equals_transformers_reading_of_the_file(smollm2: Path) -> None:
     assert_close(model(ids, KVCache()), expected(ids).logits, torch.float32)
     new = [int(token) for token in generate(model, ids, 12, stop_ids=tokenizer.end_ids)]
     assert tokenizer.decode(new) == "The capital of France is Paris.<|im_end|>"
+
+
+@torch.no_grad()
+def test_changed_bytes_make_a_model_or_a_sentence(tmp_path: Path) -> None:
+    """A byte of the header, in a file that is small enough to have many of them tried."""
+    path, ids = tmp_path / "model.gguf", ids_of(1, 1) % 20
+    one = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 24}
+    keys = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": [*"abcdefghijklmnopqrstuv", "ab", "<x>"],
+        "tokenizer.ggml.token_type": [1] * 23 + [3],
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.eos_token_id": 23,
+    }
+    write_gguf(path, random_llama(**one, **sizes), **keys)
+    whole, n_header = path.read_bytes(), gguf.GGUFReader(path).data_offset
+    load_model(str(path))
+    rng, refusals = random.Random(0), 0
+    for place in rng.sample(range(n_header), 250):
+        content = bytearray(whole)
+        content[place] = rng.choice([0, 1, 255, content[place] ^ 1, content[place] ^ 128])
+        path.write_bytes(content)
+        for load in (lambda: load_model(str(path))(ids), lambda: load_tokenizer(str(path))):
+            try:
+                load()
+            except ValueError as error:
+                assert "\n" not in str(error), place
+                refusals += 1
+    assert refusals > 100

@@ -759,3 +759,36 @@ def test_verify_compares_with_transformers_where_no_text_is_published() -> None:
     assert same.code == 0 and "the same: logits differ from transformers' by" in same.out
     different = run(loader.main, "pocket-llama:int4", "--verify", "--device", "cpu")
     assert different.code == 1 and "DIFFERENT: logits" in different.out
+
+
+HOSTILE = [None, True, 0, -1, 3, 1.5, 1e-320, 2**31, 2**63, "x", [3], {}]
+
+
+@pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["GPT2", "Llama", "Gemma3"])
+def test_hostile_values_make_the_right_model_or_a_sentence(kind: str, tmp_path: Path) -> None:
+    """Each key with each value: what is loaded has the logits of the file as it was, or transformers'."""
+    transformers = pytest.importorskip("transformers")
+    ids, path = torch.arange(1, 4)[None], tmp_path / "config.json"
+    if kind == "GPT2":
+        write(tmp_path, random_tensors())
+    else:
+        sizes = {"vocab_size": 97, "max_position_embeddings": 64, "num_hidden_layers": 1}
+        random_llama(kind=kind, head_dim=12, **sizes).save_pretrained(tmp_path)
+    content = json.loads(path.read_text())
+    expected, loaded = loader.load_model(str(tmp_path))(ids), 0
+    for key, value in product(content, HOSTILE):
+        if (key, value) == ("rms_norm_eps", 3):
+            continue  # which transformers doesn't take for 3.0
+        path.write_text(json.dumps(content | {key: value}))
+        try:
+            logits = loader.load_model(str(tmp_path))(ids)
+        except ValueError as error:
+            assert "\n" not in str(error), (key, value)
+            continue
+        loaded += 1
+        if not torch.equal(logits, expected):
+            theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+            assert_close(logits, theirs(ids).logits, torch.float32)
+    assert loaded > 3

@@ -20,6 +20,7 @@ from gpt_kv_cache import GPT, KVCache, generate
 from load_gpt2_weights import load_model, load_tokenizer
 from recycle import (
     DIALOGUE,
+    LINES,
     Conversation,
     NearestPrompt,
     Recycler,
@@ -409,3 +410,11 @@ def test_a_conversation_goes_on_from_the_last_answers_checkpoint(capsys) -> None
     (none, first), (second, then), (third, _), (again, _) = [(int(k), int(n)) for k, n in turns]
     assert none == 0 and second == first + 4 and third == then + 4  # an answer has 5, 4 are read
     assert again == first - 1, "a question's last token has to be fed"
+
+
+def test_a_special_token_that_is_typed_is_text(pocket: GPT) -> None:
+    tokenizer, line = load_tokenizer("pocket"), "a <|endoftext|><|im_end|> b<|endoftext|>"
+    for form, ends in ((LINES, []), (DIALOGUE, [tokenizer.eot_token])):
+        ids = Conversation(Store(pocket), tokenizer, 5, form).encode(line)
+        assert line in tokenizer.decode(ids) and ids.count(tokenizer.eot_token) == len(ends)
+        assert ids[len(ids) - len(ends) :] == ends

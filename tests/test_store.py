@@ -560,3 +560,26 @@ def test_processes_that_share_a_store(tmp_path: Path, what: str) -> None:
     """Any warning is an error: what another process does, or begins, is no damage."""
     code = f"from tests.test_store import *\n{what}(Path({str(tmp_path)!r}))"
     assert process(sys.executable, "-c", code) == Ran(0, "", "")
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+@pytest.mark.parametrize(
+    "moment", ["_checksum", "_add_run", "_mark_used", "_delete_row", "_delete_files"]
+)
+def test_an_interrupted_put_leaves_a_store_that_works(
+    tiny: GPT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_disk: bool, moment: str
+) -> None:
+    store = Store(tiny, tmp_path if on_disk else None, capacity=12 * TOKEN)
+    put(store, [1] * 10)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+        broken.setattr(store, moment, interrupted)
+        put(store, [2] * 10)
+    assert taken(tmp_path) <= store.capacity, "what is yet to be deleted counts"
+    for ids in ([1] * 10, [2] * 10):
+        found(store, ids)
+        put(store, ids)
+        assert found(store, ids) == 10 and store.nbytes <= store.capacity

@@ -281,3 +281,15 @@ def test_the_shipped_tokenizer_is_the_one_that_the_corpus_gives(tmp_path: Path) 
     pytest.importorskip("tokenizers")
     train_tokenizer(tmp_path / "tokenizer.tiktoken")
     assert (tmp_path / "tokenizer.tiktoken").read_bytes() == TOKENIZER.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("content", "end"), [({"losses": [0.5] * 1000}, -300), ({"recipe": Path}, None), ([1], None)]
+)
+def test_a_damaged_state_is_noticed(content: object, end: int | None, tmp_path: Path) -> None:
+    file = tmp_path / "last.pt"
+    torch.save(content, file)
+    file.write_bytes(file.read_bytes()[:end])
+    with pytest.raises(ValueError, match="last.pt is damaged"):
+        training.train(TINY, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["last.pt"]
