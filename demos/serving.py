@@ -223,19 +223,42 @@ class ServingRecord:
         write_page(path, "paged.py", data, "tracing_blocks.html")
 
 
+def blocks_of_each(
+    prompts: Sequence[list[int]], limits: Sequence[int], block_size: int
+) -> list[int]:
+    """Return how many blocks each text fills, with all of its tokens but the last, which is never
+    read."""
+    lengths = [len(ids) + limit - 1 for ids, limit in zip(prompts, limits, strict=True)]
+    return [-(-length // block_size) for length in lengths]
+
+
+def server_of(
+    model: GPT,
+    prompts: Sequence[list[int]],
+    limits: Sequence[int],
+    block_size: int,
+    chunk_size: int,
+    n_blocks: int | None = None,
+) -> Server:
+    """Return a server with limits[i] tokens to write after prompt i. n_blocks: default, all that the texts fill."""
+    n_blocks = n_blocks or sum(blocks_of_each(prompts, limits, block_size))
+    server = Server(model, PagedCache(model, n_blocks, block_size), chunk_size)
+    for ids, limit in zip(prompts, limits, strict=True):
+        server.add(ids, limit)
+    return server
+
+
 def tiny_server(
     prompts: Sequence[list[int]], limits: Sequence[int], block_size: int, chunk_size: int = 64
 ) -> Server:
     """Return a server with blocks for all texts, and a model of one tiny layer: what is counted depends on lengths and
     common beginnings only."""
-    lengths = [len(ids) + limit for ids, limit in zip(prompts, limits, strict=True)]
-    sizes = {"vocab_size": 1 + max(map(max, prompts)), "n_ctx": max(lengths)}
+    sizes = {
+        "vocab_size": 1 + max(map(max, prompts)),
+        "n_ctx": max(map(len, prompts)) + max(limits),
+    }
     model = GPT(GPTConfig(**sizes, n_layer=1, n_head=1, n_embd=8)).eval()
-    n_blocks = sum(-(-length // block_size) for length in lengths)
-    server = Server(model, PagedCache(model, n_blocks, block_size), chunk_size)
-    for ids, limit in zip(prompts, limits, strict=True):
-        server.add(ids, limit)
-    return server
+    return server_of(model, prompts, limits, block_size, chunk_size)
 
 
 def gap_table(prompts: Sequence[list[int]], limits: Sequence[int], block_size: int) -> str:
@@ -298,18 +321,8 @@ def demo(
             f"a prompt of {longest} tokens and {max_new_tokens} more exceed the context of {model.context}"
         )
 
-    def new_server(n_blocks: int) -> Server:
-        server = Server(model, PagedCache(model, n_blocks, block_size), chunk_size)
-        for ids, limit in zip(prompts, limits, strict=True):
-            server.add(ids, limit)
-        return server
-
-    needed = [
-        -(-(length + limit - 1) // block_size)
-        for length, limit in zip(lengths, limits, strict=True)
-    ]
-    budget = sum(needed)
-    new_server(n_blocks or budget)  # what can't be is refused before anything takes time
+    new_server = partial(server_of, model, prompts, limits, block_size, chunk_size)
+    new_server(n_blocks)  # what can't be is refused before anything takes time
     rows, all_texts = [], []
 
     def add_row(name: str, seconds: float, served: Served, *counts: object) -> None:
@@ -323,8 +336,10 @@ def demo(
         ways["a padded batch"] = padded_batch
     for name, serve in ways.items():
         add_row(name, *faster_of_two(partial(serve, model, prompts, limits)), "-", "-", "-")
+    budget = None
     for name in ("blocks for all", "few blocks"):
         seconds, record = faster_of_two(lambda budget=budget: ServingRecord(new_server(budget)))
+        needed = blocks_of_each(prompts, limits, block_size)
         budget = n_blocks or max(*needed, record.used_blocks // 2)  # of the last row
         counts = record.used_blocks, record.shared_blocks, record.server.n_preempted
         add_row(name, seconds, record.served(), *counts)
