@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import benchmarks.pages
+import benchmarks.tables
 import studies.pages
 from chapters.builder import live, notebook, side_by_side
 from chapters.builder.blocks import CHAPTERS, ROOT, chapter_pictures, stub_of
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
             print(f"written: {path.relative_to(ROOT)}")
         if args.figures:
             studies.pages.draw_all_figures()
-            benchmarks.pages.draw_all_figures()
+            benchmarks.tables.draw_figure()
 
 
 if __name__ == "__main__":
