@@ -29,7 +29,7 @@ def check(exercise: str, *definitions: type | FunctionType) -> None:
 
     They become the chapter's exercise.py in `results/two_hours/`, in the given order."""
     chapter, number = exercise.split(".")
-    folder = blocks.chapter_folders([int(chapter)])[0].name
+    folder = blocks.FOLDERS[int(chapter)].name
     write_text(WORK / folder / "exercise.py", "\n\n".join(map(cell_source, definitions)))
     marker, points = f"ex{chapter}_{number}", WORK / "points.json"
     points.unlink(missing_ok=True)

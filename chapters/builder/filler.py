@@ -15,8 +15,8 @@ from pathlib import Path
 import studies.pages
 from benchmarks import tables
 from chapters.builder.blocks import (
+    FOLDERS,
     ROOT,
-    chapter_folders,
     code,
     diff,
     listing,
@@ -65,7 +65,7 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
 }
 ROOMS = {room: ROOT / room for room in ("borrow", "studies", "benchmarks", "pocket", "chapters")}
 STUDIES = {path.parent.name: path.parent for path in sorted(ROOT.glob("studies/*/README.md"))}
-CHAPTERS = {str(int(folder.name[:2])): folder for folder in chapter_folders([])}
+CHAPTERS = {str(number): folder for number, folder in FOLDERS.items()}
 PAGES = {  # by what `python3 -m chapters.builder` calls them
     name: folder / "README.md"
     for name, folder in {"readme": ROOT, **ROOMS, **STUDIES, **CHAPTERS}.items()
