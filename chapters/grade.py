@@ -34,7 +34,8 @@ def grade_chapter(copy: Path, chapter: Path) -> tuple[dict[str, int], str]:
             return {}, f"{chapter.name}: stopped after {SECONDS} seconds"
         if not points.exists():
             return {}, f"{chapter.name}: the tests didn't run"
-        return json.loads(read_text(points))["earned"], ""
+        results = json.loads(read_text(points))
+        return {exercise: earned for exercise, (earned, *_) in results.items()}, ""
 
 
 def main(argv: list[str] | None = None) -> None:
