@@ -25,7 +25,10 @@ import gpt_kv_cache
 import llama_kv_cache
 from benchmarks.llama_cpp import LlamaCpp
 from demos.serving import (
+    Prompts,
+    Served,
     ServingRecord,
+    TokenLimits,
     blocks_of_each,
     one_at_a_time,
     pad_prompts,
@@ -303,8 +306,6 @@ class CTranslate2:
 # --- Many requests of different lengths at once ---------------------------------------------------
 
 BLOCK_TOKENS, CHUNK_TOKENS = 16, 256  # tokens of a block, and of a prompt's pass
-Prompts, TokenLimits = list[list[int]], list[int]  # ids of each prompt, tokens to write after each
-Served = tuple[list[list[int]], int | None, int | None]  # texts, most bytes held, of these wasted
 
 
 def serve_in_blocks(model: GPT, prompts: Prompts, limits: TokenLimits) -> Served:
@@ -355,7 +356,7 @@ def serve_continuously(model: Any, prompts: Prompts, limits: TokenLimits) -> Ser
                 texts[result.request_id] = result.generated_tokens
             elif not result and not manager.is_running():
                 raise ValueError("its thread ended")
-    return [texts[request_id] for request_id in request_ids], None, None
+    return Served([texts[request_id] for request_id in request_ids], None, None)
 
 
 # --- All of them ----------------------------------------------------------------------------------

@@ -152,9 +152,9 @@ def recorded(folder: str, task: str = "speed", **setting: Any) -> list[Row]:
     return having(read_rows(RESULTS / folder / f"{task}.jsonl"), **setting)
 
 
-def benchmark(name: str, tokens: int, texts: int = 1, task: str = "speed") -> Row:
+def benchmark(name: str, tokens: int, texts: int = 1) -> Row:
     """Return the row of a name that was recorded with one thread on the chapters' reference machine."""
-    return recorded(REFERENCE, task, name=name, tokens=tokens, texts=texts, threads=1)[0]
+    return recorded(REFERENCE, name=name, tokens=tokens, texts=texts, threads=1)[0]
 
 
 def times(
