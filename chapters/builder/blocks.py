@@ -2,7 +2,7 @@
 
   code(file, name, first, last)    the source of a class, function or method; or its lines from the one that contains
                                    `first` to the next that contains `last` (or that line alone)
-  diff(old, new, number, last)     a hunk (or those up to `last`) of the difference between two files
+  diff(old, new, number)           a hunk of the difference between two files
   output(command, *words)          what a command prints, run in the project's folder; python3 stands for this Python
   picture(name)                    PICTURES[name] of the chapter's pictures.py, an SVG file and its alternative text
   listing(name)                    a whole file of borrow/
@@ -58,7 +58,7 @@ def find_hunks(old: str, new: str) -> list[tuple[int, int, int, int]]:
 
 def first_line(node: ast.AST) -> int:
     """Return the number of the line at which a statement begins, decorators included."""
-    return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+    return min(part.lineno for part in (node, *getattr(node, "decorator_list", [])))
 
 
 def names_of(statement: ast.stmt) -> list[str]:
@@ -112,20 +112,16 @@ def fenced(language: str, text: str, origin: str) -> str:
     return f"```{language}\n{text}\n```\n<sub>{origin}</sub>"
 
 
-def diff(old: str, new: str, number: int, last: int = 0) -> str:
-    """Return hunks as a block of removed and added lines."""
-    changes, parts = find_hunks(old, new), []
-    chosen = changes[number - 1 : last or number]
-    if not chosen:
+def diff(old: str, new: str, number: int) -> str:
+    """Return a hunk as a block of removed and added lines."""
+    changes = find_hunks(old, new)
+    if not 1 <= number <= len(changes):
         raise ValueError(f"there are hunks 1 to {len(changes)}, not {number}")
-    for begin, stop, new_begin, new_stop in chosen:
-        lines = [f"-{line}" for line in project_text(old).splitlines()[begin:stop]]
-        lines += [f"+{line}" for line in project_text(new).splitlines()[new_begin:new_stop]]
-        parts.append("\n".join(lines))
-    text = "\n...\n".join(parts)
-    numbers = f"hunks {number} to {last}" if last else f"hunk {number}"
-    origin = f"{numbers} of {len(changes)}, [{new}](../../{new}#L{chosen[0][2] + 1})"
-    return fenced("diff", text, origin)
+    begin, stop, new_begin, new_stop = changes[number - 1]
+    lines = [f"-{line}" for line in project_text(old).splitlines()[begin:stop]]
+    lines += [f"+{line}" for line in project_text(new).splitlines()[new_begin:new_stop]]
+    origin = f"hunk {number} of {len(changes)}, [{new}](../../{new}#L{new_begin + 1})"
+    return fenced("diff", "\n".join(lines), origin)
 
 
 def run_process(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
