@@ -27,8 +27,6 @@ from benchmarks.contenders import (
     CONTENDERS,
     LLAMA,
     LLAMAS,
-    ONE_BY_ONE,
-    PAGED,
     SERVERS,
     WITHOUT,
     Setup,
@@ -68,8 +66,9 @@ def weights_folder(model: str, folder: Path) -> Path:
 
 
 def jobs_of(args: argparse.Namespace, setup: Setup, model: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """Return what runs in turns, by name, as measuring.run_in_turns() takes it. Raises ValueError if the longest prompt
-    and its new tokens exceed the context, or if no contender is for this model."""
+    """Return what runs in turns, by name, as measuring.run_in_turns() takes it: our own file first, the machine's limits
+    last. Raises ValueError if the longest prompt and its new tokens exceed the context, or if no contender is for this
+    model."""
     vocab_size, n_ctx = model.config.vocab_size, model.config.n_ctx
     if args.task == "requests":
         counts = sorted({*args.requests}) or REQUEST_COUNTS
@@ -81,9 +80,8 @@ def jobs_of(args: argparse.Namespace, setup: Setup, model: nn.Module) -> dict[st
         raise ValueError(
             f"{lengths[-1]} tokens and {DECODED_TOKENS} more exceed the context, {n_ctx}"
         )
-    cells = [(1, T) for T in lengths]
-    contenders = LLAMAS if isinstance(model, Llama) else CONTENDERS
-    names = [BASE, *WITHOUT]
+    base, contenders = (LLAMA, LLAMAS) if isinstance(model, Llama) else (BASE, CONTENDERS)
+    cells, names = [(1, T) for T in lengths], [*WITHOUT]
     if args.task == "speed":
         cells.append((BATCH_SIZE, lengths[0]))
         names = [name for name in contenders if name in (args.only or contenders)]
@@ -91,9 +89,7 @@ def jobs_of(args: argparse.Namespace, setup: Setup, model: nn.Module) -> dict[st
         raise ValueError(
             f"--only {args.only[0]} is for other models: here are {'; '.join(contenders)}"
         )
-    base = LLAMA if contenders is LLAMAS else BASE
-    names = dict.fromkeys([base, *names])
-    jobs = {name: (measuring.measure_contender, name, setup, cells) for name in names}
+    jobs = {name: (measuring.measure_contender, name, setup, cells) for name in [base, *names]}
     return jobs | {FLOOR: (measuring.measure_floors, setup, cells)}
 
 
@@ -119,7 +115,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     task.add_argument(
         "--quick",
-        action="store_true",
+        action="store_const",
+        const=QUICK,
+        dest="only",
         help=f"measure only {'; '.join(QUICK)}; default: after {LENGTHS[0]} tokens, in one turn",
     )
     cli.add_argument(
@@ -161,29 +159,23 @@ def main(argv: list[str] | None = None) -> None:
     with cli.parse(argv) as args:
         if args.on == "cuda" and not torch.cuda.is_available():
             raise ValueError("--on cuda: PyTorch finds none; try --on cpu")
-        args.task, models, threads = "speed", MODELS, THREADS
-        if args.ablate:
-            args.task = "ablation"
+        if args.requests is not None and args.lengths:
+            raise ValueError("--requests has no --lengths: see --help")
+        args.task = "ablation" if args.ablate else "speed"
         if args.requests is not None:
             args.task = "requests"
-            if args.lengths:
-                raise ValueError("--requests has no --lengths: see --help")
-        if args.task != "speed":
-            models = MODELS[:1]
-        if args.task != "speed" or args.on == "cuda":
-            threads = [1]
-        args.only = QUICK if args.quick else args.only
-        args.lengths = args.lengths or (LENGTHS[:1] if args.quick else LENGTHS)
-        args.turns = args.turns or (1 if args.quick else TURNS)
-        needed = [ONE_BY_ONE, PAGED, BOUND] if args.task == "requests" else [BASE, LLAMA, FLOOR]
-        for name in args.model or models:
+        is_speed, is_quick = args.task == "speed", args.only is QUICK
+        threads = args.threads or (THREADS if is_speed and args.on == "cpu" else [1])
+        turns = args.turns or (1 if is_quick else TURNS)
+        args.lengths = args.lengths or (LENGTHS[:1] if is_quick else LENGTHS)
+        for name in args.model or (MODELS if is_speed else MODELS[:1]):
             with tempfile.TemporaryDirectory() as folder:
                 setup = Setup(weights_folder(name, Path(folder)), args.on)
                 model = load_model(str(setup.folder), device=args.on)
                 run = conditions(name, model)
-                run = {key: run[key] for key in CONDITIONS} | {"turns": args.turns}
+                run = {key: run[key] for key in CONDITIONS} | {"turns": turns}
                 jobs = jobs_of(args, setup, model)
-                rows = measuring.run_in_turns(jobs, args.threads or threads, args.turns, needed)
+                rows = measuring.run_in_turns(jobs, threads, turns)
             rows = [run | row for row in measuring.compare_with_limits(rows)]
             measuring.add_rows(args.out / f"{args.task}.jsonl", rows)
             print(page(tables.REPORTS[args.task](rows)), end="\n\n")

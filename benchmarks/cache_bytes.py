@@ -106,9 +106,9 @@ def layer_of(kind: str, sizes: Mapping[str, Any], itemsize: int) -> Layer:
     return Layer(name, full_token, token)
 
 
-def table_of(groups: Mapping[str, Sequence[Layer]], lengths: Iterable[int], batch: int) -> str:
+def table_of(groups: Mapping[str, Sequence[Layer]], lengths: Iterable[int]) -> str:
     """Return a table of groups of layers by name: bytes a token if all had full attention; and at
-    each length bytes a token as they are, their share, and the MB of a batch of such texts."""
+    each length bytes a token as they are, their share, and the MB of such a text."""
     header, rows = ["", "layers", "all full"], []
     for n in lengths:
         header += [f"at {n:,}", "", "MB"]
@@ -119,7 +119,7 @@ def table_of(groups: Mapping[str, Sequence[Layer]], lengths: Iterable[int], batc
         for n in lengths:
             nbytes = sum(layer.nbytes(n) for layer in layers)
             share = f"{nbytes / (n * full_token):.1%}"
-            row += [f"{nbytes / n:,.0f}", share, f"{batch * nbytes / 1e6:,.1f}"]
+            row += [f"{nbytes / n:,.0f}", share, f"{nbytes / 1e6:,.1f}"]
         rows.append(row)
     return table(header, rows, left_aligned=2)
 
@@ -128,12 +128,10 @@ def main(argv: list[str] | None = None) -> None:
     cli = CommandLine(__doc__, "python3 -m benchmarks.cache_bytes FOLDER --tokens 4096 32768")
     about = "a model's folder or config.json; default: known models"
     cli.add_argument("model", nargs="?", type=Path, metavar="FOLDER", help=about)
-    about = "lengths of a text"
     lengths = {"nargs": "+", "type": whole_number(1), "default": [8192, 131072]}
-    cli.add_argument("--tokens", **lengths, metavar="N", help=about)
+    cli.add_argument("--tokens", **lengths, metavar="N", help="lengths of a text")
     about = "number format of keys and values"
     cli.add_argument("--dtype", choices=ITEMSIZE, default="bfloat16", help=about)
-    cli.add_argument("--batch", type=whole_number(1), default=1, metavar="N", help="texts")
     with cli.parse(argv) as args:
         itemsize = ITEMSIZE[args.dtype]
         if args.model is None:
@@ -145,8 +143,8 @@ def main(argv: list[str] | None = None) -> None:
             groups = {kind: [x for x in layers if x.kind == kind] for kind, *_ in layers}
             groups["all"] = layers
         print(f"Bytes a token in {args.dtype}, if all layers were full, and at lengths of a text;")
-        print(f"MB: 10^6 bytes, of {args.batch} text{'s' * (args.batch > 1)} of this length\n")
-        print(table_of(groups, args.tokens, args.batch))
+        print("MB: 10^6 bytes, of 1 text of this length\n")
+        print(table_of(groups, args.tokens))
 
 
 if __name__ == "__main__":

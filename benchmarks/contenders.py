@@ -24,12 +24,21 @@ import gpt_bounded_cache
 import gpt_kv_cache
 import llama_kv_cache
 from benchmarks.llama_cpp import LlamaCpp
-from demos.serving import ServingRecord, one_at_a_time, pad_prompts, padded_result
+from demos.serving import (
+    Prompts,
+    Served,
+    ServingRecord,
+    TokenLimits,
+    blocks_of_each,
+    one_at_a_time,
+    pad_prompts,
+    padded_result,
+    server_of,
+)
 from formats.products import order_for_decoding
 from gpt_bounded_cache import PreallocatedCache, SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache
 from load_gpt2_weights import load_model
-from paged import PagedCache, Server
 from support.files import read_json
 
 NO_LIMIT = 1 << 20  # tokens to write: the caller stops
@@ -297,23 +306,11 @@ class CTranslate2:
 # --- Many requests of different lengths at once ---------------------------------------------------
 
 BLOCK_TOKENS, CHUNK_TOKENS = 16, 256  # tokens of a block, and of a prompt's pass
-Prompts, TokenLimits = list[list[int]], list[int]  # ids of each prompt, tokens to write after each
-Served = tuple[list[list[int]], int | None, int | None]  # texts, most bytes held, of these wasted
 
 
 def serve_in_blocks(model: GPT, prompts: Prompts, limits: TokenLimits) -> Served:
     """Decode all texts together, from one pool of KV blocks."""
-    blocks = blocks_for(prompts, limits)
-    server = Server(model, PagedCache(model, blocks, BLOCK_TOKENS), CHUNK_TOKENS)
-    for ids, limit in zip(prompts, limits, strict=True):
-        server.add(ids, limit)
-    return ServingRecord(server).served()
-
-
-def blocks_for(prompts: Prompts, limits: TokenLimits) -> int:
-    """Return how many blocks texts fill: each all of its tokens but the last, which is never read."""
-    lengths = [len(ids) + limit - 1 for ids, limit in zip(prompts, limits, strict=True)]
-    return sum(-(-length // BLOCK_TOKENS) for length in lengths)
+    return ServingRecord(server_of(model, prompts, limits, BLOCK_TOKENS, CHUNK_TOKENS)).served()
 
 
 def serve_padded(model: Any, prompts: Prompts, limits: TokenLimits) -> Served:
@@ -341,7 +338,7 @@ def serve_continuously(model: Any, prompts: Prompts, limits: TokenLimits) -> Ser
     generation = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
     config = transformers.ContinuousBatchingConfig(
         page_size=BLOCK_TOKENS,
-        num_blocks=blocks_for(prompts, limits) + len(prompts) + 1,
+        num_blocks=sum(blocks_of_each(prompts, limits, BLOCK_TOKENS)) + len(prompts) + 1,
         max_batch_tokens=CHUNK_TOKENS,
     )
     texts = {}
@@ -359,7 +356,7 @@ def serve_continuously(model: Any, prompts: Prompts, limits: TokenLimits) -> Ser
                 texts[result.request_id] = result.generated_tokens
             elif not result and not manager.is_running():
                 raise ValueError("its thread ended")
-    return [texts[request_id] for request_id in request_ids], None, None
+    return Served([texts[request_id] for request_id in request_ids], None, None)
 
 
 # --- All of them ----------------------------------------------------------------------------------

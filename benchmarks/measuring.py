@@ -35,13 +35,14 @@ from benchmarks.contenders import (
 )
 from load_gpt2_weights import load_model
 from support import timing
-from support.files import parse_json, read_json, read_text, write_text
+from support.files import parse_json, read_json, read_text
 
 Row = dict[str, Any]
 Cell = tuple[int, int]  # texts at once, and the tokens before what is written
 Requests = dict[int, tuple[Prompts, TokenLimits]]  # by their number
 FLOOR, BOUND = "floor", "bound"
 DECODED_TOKENS, UNCACHED_TOKENS = 16, 3  # written after a prompt, and without a cache
+SETTING = ("model", "threads", "name", "texts", "tokens")
 MEDIANS = ("tokens_per_s", "step_ms", "first_ms", "seconds", "gb_per_s")
 # A larger share of the time without a processor, or change of bandwidth, is a disturbance.
 BUSY = 0.10
@@ -205,15 +206,14 @@ def start_worker(threads: int) -> None:
         os.dup2(null_device, descriptor)
 
 
-def run_in_turns(
-    jobs: dict[str, tuple[Any, ...]], threads: Sequence[int], turns: int, needed: Sequence[str]
-) -> list[Row]:
+def run_in_turns(jobs: dict[str, tuple[Any, ...]], threads: Sequence[int], turns: int) -> list[Row]:
     """Run each job, a function of a module and its arguments, once in every turn with each number of threads, no two at
     once, in an order that rotates. Return a row for each cell of a job. Ratios are to the turns of the first job.
 
-    A job that fails is left out from then on, and its row says why. Raises ValueError if its name is one of those
-    needed.
+    A job that fails is left out from then on, and its row says why. Raises ValueError if it is the first or the last,
+    our own file or the machine's limits.
     """
+    base, *_, limits = jobs
     failures: dict[tuple[int, str], str] = {}
     bar = tqdm(total=turns * len(threads) * len(jobs), desc="runs", leave=False)
 
@@ -224,20 +224,19 @@ def run_in_turns(
         try:
             return in_own_process(number, *jobs[name])
         except Exception as error:  # whatever an implementation raises
-            is_refusal = isinstance(error, ValueError)
-            why = str(error) if is_refusal else f"{type(error).__name__}: {error}"
-            if name in needed:
+            why = f"{type(error).__name__}: {error}".removeprefix("ValueError: ")
+            if name in (base, limits):
                 raise ValueError(f"{name} failed: {why}") from error
             failures[number, name] = why
 
     runs = {(number, name): partial(run, number, name) for number in threads for name in jobs}
     with bar:
         results = timing.run_in_turns(runs, turns, warm_up=False)
-    base, rows = next(iter(jobs)), []
+    rows = []
     for (number, name), own_turns in results.items():
         row = {"name": name, "threads": number}
-        if (number, name) in failures:
-            rows.append(row | {"absent": failures[number, name]})
+        if absent := failures.get((number, name)):
+            rows.append(row | {"absent": absent})
             continue
         for cell in own_turns[0]:
             base_turns = [turn[cell] for turn in results[number, base]]
@@ -302,13 +301,13 @@ def having(rows: Sequence[Row], **setting: Any) -> list[Row]:
 
 
 def read_rows(path: Path) -> list[Row]:
-    return [parse_json(line, str(path)) for line in read_text(path).splitlines()]
+    """Return the rows of a record; of those with the same model, threads, name and setting the last."""
+    rows = [parse_json(line, str(path)) for line in read_text(path).splitlines()]
+    return [*{tuple(map(row.get, SETTING)): row for row in rows}.values()]
 
 
 def add_rows(path: Path, rows: list[Row]) -> None:
-    """Add rows to a record; they replace those of the same model, threads, name and setting."""
-    keys = ("model", "threads", "name", "texts", "tokens")
-    old_rows = read_rows(path) if path.exists() else []
-    by_setting = {tuple(map(row.get, keys)): row for row in [*old_rows, *rows]}
-    lines = [json.dumps(row, allow_nan=False) for row in by_setting.values()]
-    write_text(path, "\n".join(lines) + "\n")
+    """Add rows to a record."""
+    with path.open("a", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, allow_nan=False) + "\n")

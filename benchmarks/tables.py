@@ -1,6 +1,6 @@
 """What the rows of records say: one kind of table, one figure, and the sentences around them; and what pages show."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -152,9 +152,9 @@ def recorded(folder: str, task: str = "speed", **setting: Any) -> list[Row]:
     return having(read_rows(RESULTS / folder / f"{task}.jsonl"), **setting)
 
 
-def benchmark(name: str, tokens: int, texts: int = 1, task: str = "speed") -> Row:
+def benchmark(name: str, tokens: int, texts: int = 1) -> Row:
     """Return the row of a name that was recorded with one thread on the chapters' reference machine."""
-    return recorded(REFERENCE, task, name=name, tokens=tokens, texts=texts, threads=1)[0]
+    return recorded(REFERENCE, name=name, tokens=tokens, texts=texts, threads=1)[0]
 
 
 def times(
@@ -203,15 +203,22 @@ def processors(*folders: str, model: str) -> str:
     return page(["\n".join(conditions), table], markdown=True)
 
 
-def draw_figure(rows: Sequence[Row], path: Path) -> None:
-    """Draw tokens/s with one text against the tokens before."""
+def draw_figure() -> None:
+    """Draw tokens/s with one text against the tokens before, on the reference machine."""
+    rows = recorded(REFERENCE, texts=1, threads=1)
 
     def lines(axes: Any) -> None:
         for i, name in enumerate(dict.fromkeys(row["name"] for row in rows)):
-            own = having(rows, name=name, texts=1)
+            own = having(rows, name=name)
             lengths, speeds = [row["tokens"] for row in own], [row["tokens_per_s"] for row in own]
             axes.plot(lengths, speeds, **line_style(i), markersize=5, linewidth=1, label=name)
         axes.set(xlim=(0, None), ylim=(0, None))
 
-    title = f"Decoding, {rows[0]['model']}, one text"
+    path, title = RESULTS / REFERENCE / "decoding.png", f"Decoding, {rows[0]['model']}, one text"
     write_figure(path, lines, xlabel="tokens before", ylabel="tokens/s", title=title)
+
+
+FUNCTIONS: dict[str, Callable[..., object]] = {  # what the marks of pages may call
+    function.__name__: function
+    for function in (benchmark, by_threads, paged_gain, processors, recorded, shown, times)
+}

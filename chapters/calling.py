@@ -10,20 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-
-
-class ModelState(NamedTuple):
-    """What a call must leave of a model as it was."""
-
-    weights: list[
-        tuple[int, int, bool]
-    ]  # where they are, how often they were written, and whether they are trained
-    modes: list[tuple[bool, int, int]]  # of every module: whether it is in training, and its hooks
+from torch.utils._pytree import tree_flatten, tree_map
 
 
 class Keeping:
@@ -60,7 +52,7 @@ def keeping(function: Callable) -> Callable:
         if sys._getframe(1).f_globals is own:
             return function(*args, **options)
         given = [*args, *options.values()]
-        before, set_before = copied(given), settings()
+        before, set_before = [*map(copied, given)], settings()
         try:
             return function(*args, **options)
         finally:
@@ -68,7 +60,7 @@ def keeping(function: Callable) -> Callable:
                 if is_same(now, was):
                     continue
                 change = f"from {reprlib.repr(was)} to {reprlib.repr(now)}"
-                if isinstance(was, ModelState):
+                if isinstance(now, nn.Module):
                     change = "a model: its weights, its modes or its hooks"
                 raise AssertionError(
                     f"{function.__qualname__}() has changed one of its arguments, {change}"
@@ -89,43 +81,36 @@ def settings() -> tuple[bool, torch.dtype]:
 
 
 def copied(given: Any) -> Any:
-    """Return a copy of tensors and arrays, of lists and dictionaries that hold such, and of what can be seen of a model;
-    all else is itself."""
-    if isinstance(given, nn.Module):
-        return state_of(given)
-    if isinstance(given, Tensor):
-        return given.detach().clone()
-    if isinstance(given, np.ndarray):
-        return given.copy()
-    if type(given) is dict:
-        return {key: copied(value) for key, value in given.items()}
-    if isinstance(given, list | tuple):
-        return [copied(value) for value in given]
-    return given
+    """Return a copy of lists, dictionaries and the like, with what_is_seen() of all that is in them."""
+    return tree_map(what_is_seen, given)
 
 
-def state_of(model: nn.Module) -> ModelState:
-    """Return the versions of a model's weights, and its modes and hooks."""
-    weights = [(p.data_ptr(), p._version, p.requires_grad) for p in model.parameters()]
-    modes = [
-        (m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()
-    ]
-    return ModelState(weights, modes)
+def what_is_seen(leaf: Any) -> Any:
+    """Return a copy of a tensor or an array, and of a model where its weights are, how often they were
+    written, whether they are trained, and of every module whether it is in training, and its hooks. All else is itself."""
+    if isinstance(leaf, nn.Module):
+        weights = [(p.data_ptr(), p._version, p.requires_grad) for p in leaf.parameters()]
+        hooks = [(m.training, *m._forward_hooks, *m._forward_pre_hooks) for m in leaf.modules()]
+        return weights, hooks
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy()
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
 def is_same(now: Any, before: Any) -> bool:
     """Return whether an object is still what copied() made of it."""
-    if isinstance(before, ModelState):
-        return state_of(now) == before
-    if isinstance(before, Tensor):
-        same_kind = now.dtype == before.dtype and now.shape == before.shape
-        return same_kind and torch.equal(now.nan_to_num(), before.nan_to_num())
-    if isinstance(before, np.ndarray):
-        return np.array_equal(now, before)
-    if isinstance(before, dict):
-        return is_same([*now.items()], [*map(list, before.items())])
-    if isinstance(before, list):
-        return len(now) == len(before) and all(map(is_same, now, before))
+    (leaves, structure), (old_leaves, old_structure) = map(tree_flatten, (copied(now), before))
+    return structure == old_structure and all(map(is_same_leaf, leaves, old_leaves))
+
+
+def is_same_leaf(now: Any, before: Any) -> bool:
+    """Return whether what_is_seen() has found the same."""
+    if type(now) is not type(before):
+        return False
+    if isinstance(now, Tensor):
+        return now.dtype == before.dtype and torch.equal(now.nan_to_num(), before.nan_to_num())
+    if isinstance(now, np.ndarray):
+        return now.dtype == before.dtype and np.array_equal(now, before)
     return now is before or now == before
 
 

@@ -182,19 +182,18 @@ def pytest_terminal_summary(
     if not notes_by_exercise:
         return
     terminalreporter.section(f"points of {config.option.impl}.py")
-    earned, remarks = {}, {}
+    results = {}  # by exercise: points, of how many, and what is wrong
     for name in filter(notes_by_exercise.get, points):
         notes = notes_by_exercise[name]
         failures = [note for _, note in sorted(notes.items()) if note is not None]
         number = name.removeprefix("ex").replace("_", ".")
-        earned[number] = len(notes) - len(failures)
+        earned = len(notes) - len(failures)
         if 0 in notes:  # without stages
-            earned[number] = 0 if failures else points[name]
-        remarks[number] = [*failures, ""][0]
-        line = f"  {number:6} {earned[number]:3} of {points[name]}   {remarks[number]}"
+            earned = 0 if failures else points[name]
+        results[number] = earned, points[name], [*failures, ""][0]
+        line = "  {:6} {:3} of {}   {}".format(number, *results[number])
         terminalreporter.write_line(line.rstrip())
-    total, whole = sum(earned.values()), sum(map(points.get, notes_by_exercise))
-    terminalreporter.write_line(f"  total  {total:3} of {whole}")
+    total, whole, _ = zip(*results.values(), strict=True)
+    terminalreporter.write_line(f"  total  {sum(total):3} of {sum(whole)}")
     if config.option.points:
-        written = json.dumps({"earned": earned, "remarks": remarks})
-        Path(config.option.points).write_text(written, encoding="utf-8")
+        Path(config.option.points).write_text(json.dumps(results), encoding="utf-8")

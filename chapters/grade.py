@@ -12,8 +12,8 @@ from tempfile import TemporaryDirectory
 
 from tqdm import tqdm
 
-from chapters.builder.blocks import chapter_folders, run_process
-from support.cli import CommandLine, whole_number
+from chapters.builder.blocks import FOLDERS, run_process
+from support.cli import CommandLine
 from support.files import read_text, writable_folder, write_csv
 
 SECONDS = 900  # for a chapter of a student
@@ -34,7 +34,8 @@ def grade_chapter(copy: Path, chapter: Path) -> tuple[dict[str, int], str]:
             return {}, f"{chapter.name}: stopped after {SECONDS} seconds"
         if not points.exists():
             return {}, f"{chapter.name}: the tests didn't run"
-        return json.loads(read_text(points))["earned"], ""
+        results = json.loads(read_text(points))
+        return {exercise: earned for exercise, (earned, *_) in results.items()}, ""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -43,20 +44,19 @@ def main(argv: list[str] | None = None) -> None:
         "folder", type=Path, metavar="FOLDER", help="folder with a sub-folder for each student"
     )
     cli.add_argument(
-        "--chapters", nargs="+", type=whole_number(0), default=[], metavar="N", help="default: all"
+        "--chapters", nargs="+", type=int, choices=FOLDERS, metavar="N", help="default: all"
     )
     cli.add_argument("--output", type=Path, default="points.csv", metavar="FILE", help="the table")
     with cli.parse(argv) as args:
         writable_folder(args.output.parent)  # or hours would be lost
-        chapters = chapter_folders(args.chapters)
         students = sorted(path for path in args.folder.iterdir() if path.is_dir())
         if not students:
             raise ValueError(f"there is no student's folder in {args.folder}")
         rows, exercises = [], set()
         for student in tqdm(students, unit="student", disable=None):
             points, notes = {}, []
-            for chapter in chapters:
-                earned, note = grade_chapter(student, chapter)
+            for number in sorted(args.chapters or FOLDERS):
+                earned, note = grade_chapter(student, FOLDERS[number])
                 points |= earned
                 notes += [note] if note else []
             exercises |= points.keys()

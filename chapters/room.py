@@ -12,7 +12,6 @@ import shlex
 from types import FunctionType
 
 from chapters.builder import blocks
-from chapters.conftest import exercise_points
 from support.files import read_text, write_text
 
 WORK = blocks.ROOT / "results" / "two_hours"
@@ -29,24 +28,24 @@ def check(exercise: str, *definitions: type | FunctionType) -> None:
 
     They become the chapter's exercise.py in `results/two_hours/`, in the given order."""
     chapter, number = exercise.split(".")
-    folder = blocks.chapter_folders([int(chapter)])[0].name
+    folder = blocks.FOLDERS[int(chapter)].name
     write_text(WORK / folder / "exercise.py", "\n\n".join(map(cell_source, definitions)))
-    marker, points = f"ex{chapter}_{number}", WORK / "points.json"
+    points = WORK / "points.json"
     points.unlink(missing_ok=True)
-    command = f"-m pytest chapters/{folder} -m {marker} -x --no-header -p no:cacheprovider"
+    command = (
+        f"-m pytest chapters/{folder} -m ex{chapter}_{number} -x --no-header -p no:cacheprovider"
+    )
     files = f"--from={WORK}", f"--points={points}"
     result = blocks.run_process("python3", *command.split(), *files)
     if not points.exists():
         print(result.stdout, result.stderr)
         return
-    written = json.loads(read_text(points))
-    earned, remark = written["earned"][exercise], written["remarks"][exercise]
+    earned, whole, remark = json.loads(read_text(points))[exercise]
     if unwritten := re.match(r"not written yet: (\S+)", remark):
         print(f"{exercise}: {unwritten[1]} isn't written yet")
         return
     failure = re.search(r"^=+ (?:FAILURES|ERRORS) =+\n(.*?)^=", result.stdout, re.M | re.S)
     print(f"{failure[1]}\n" if failure else "", end="")
-    whole = exercise_points()[marker]
     print(f"{exercise}: {earned} of {whole} points; {remark}".removesuffix("; "))
 
 

@@ -26,6 +26,7 @@ from support.texts import (
 from support.timing import time_call
 from support.tracing import write_page
 
+Prompts, TokenLimits = Sequence[list[int]], Sequence[int]  # ids of each, tokens to write after each
 PICTURE_ROWS = 24
 HEADER_TEXT, HEADER_CHARACTERS = "letter", 700  # of data/real: what six prompts begin with
 HEADER = "", "ms", "tokens/s", "bytes held", "wasted", "blocks", "shared", "put back", "same tokens"
@@ -33,11 +34,11 @@ HEADER = "", "ms", "tokens/s", "bytes held", "wasted", "blocks", "shared", "put 
 
 class Served(NamedTuple):
     """The new tokens of each text, and the bytes of keys and values, held and wasted, at the
-    fullest step."""
+    fullest step, if they are known."""
 
     texts: list[list[int]]
-    held_bytes: int
-    wasted_bytes: int
+    held_bytes: int | None
+    wasted_bytes: int | None
 
 
 def prompts_of(tokenizer: tiktoken.Encoding, name: str = "pocket") -> list[list[int]]:
@@ -87,7 +88,7 @@ class PaddedCache(SlidingWindowCache):
 
 
 @torch.no_grad()
-def one_at_a_time(model: GPT, prompts: Sequence[list[int]], limits: Sequence[int]) -> Served:
+def one_at_a_time(model: GPT, prompts: Prompts, limits: TokenLimits) -> Served:
     """Serve the prompts one after the other, with limits[i] tokens after prompt i."""
     texts, held_bytes = [], 0
     for ids, n in zip(prompts, limits, strict=True):
@@ -101,7 +102,7 @@ def one_at_a_time(model: GPT, prompts: Sequence[list[int]], limits: Sequence[int
 
 
 @torch.no_grad()
-def padded_batch(model: GPT, prompts: Sequence[list[int]], limits: Sequence[int]) -> Served:
+def padded_batch(model: GPT, prompts: Prompts, limits: TokenLimits) -> Served:
     """Serve prompts as one batch, in which every text has the room of the longest and is held until
     the last one is complete."""
     n_new, device = max(limits), model.wte.weight.device
@@ -111,7 +112,7 @@ def padded_batch(model: GPT, prompts: Sequence[list[int]], limits: Sequence[int]
     return padded_result(written, cache.nbytes, batch.size(1) + n_new, prompts, limits)
 
 
-def pad_prompts(prompts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
+def pad_prompts(prompts: Prompts) -> tuple[Tensor, Tensor]:
     """Return prompts as one batch (B, T), with zeros before those shorter than the longest, and
     their lengths (B, 1)."""
     longest = max(map(len, prompts))
@@ -120,7 +121,7 @@ def pad_prompts(prompts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
 
 
 def padded_result(
-    written: Tensor, nbytes: int, slots: int, prompts: Sequence[list[int]], limits: Sequence[int]
+    written: Tensor, nbytes: int, slots: int, prompts: Prompts, limits: TokenLimits
 ) -> Served:
     """Return the result of serving a padded batch. written (B, n): the tokens after the batch;
     nbytes: of its cache; slots: of that cache, for each text."""
@@ -207,9 +208,7 @@ class ServingRecord:
             lines.append(f"{first + len(steps):>6}  {blocks}  {', '.join(events)}".rstrip())
         return "\n".join(lines)
 
-    def write_trace(
-        self, path: Path, tokenizer: tiktoken.Encoding, prompts: list[list[int]]
-    ) -> None:
+    def write_trace(self, path: Path, tokenizer: tiktoken.Encoding, prompts: Prompts) -> None:
         """Write a page that plays the steps."""
         steps = []
         for step in self.steps:
@@ -223,22 +222,43 @@ class ServingRecord:
         write_page(path, "paged.py", data, "tracing_blocks.html")
 
 
-def tiny_server(
-    prompts: Sequence[list[int]], limits: Sequence[int], block_size: int, chunk_size: int = 64
+def blocks_of_each(prompts: Prompts, limits: TokenLimits, block_size: int) -> list[int]:
+    """Return how many blocks each text fills, with all of its tokens but the last, which is never
+    read."""
+    lengths = [len(ids) + limit - 1 for ids, limit in zip(prompts, limits, strict=True)]
+    return [-(-length // block_size) for length in lengths]
+
+
+def server_of(
+    model: GPT,
+    prompts: Prompts,
+    limits: TokenLimits,
+    block_size: int,
+    chunk_size: int,
+    n_blocks: int | None = None,
 ) -> Server:
-    """Return a server with blocks for all texts, and a model of one tiny layer: what is counted depends on lengths and
-    common beginnings only."""
-    lengths = [len(ids) + limit for ids, limit in zip(prompts, limits, strict=True)]
-    sizes = {"vocab_size": 1 + max(map(max, prompts)), "n_ctx": max(lengths)}
-    model = GPT(GPTConfig(**sizes, n_layer=1, n_head=1, n_embd=8)).eval()
-    n_blocks = sum(-(-length // block_size) for length in lengths)
+    """Return a server with limits[i] tokens to write after prompt i. n_blocks: default, all that the texts fill."""
+    n_blocks = n_blocks or sum(blocks_of_each(prompts, limits, block_size))
     server = Server(model, PagedCache(model, n_blocks, block_size), chunk_size)
     for ids, limit in zip(prompts, limits, strict=True):
         server.add(ids, limit)
     return server
 
 
-def gap_table(prompts: Sequence[list[int]], limits: Sequence[int], block_size: int) -> str:
+def tiny_server(
+    prompts: Prompts, limits: TokenLimits, block_size: int, chunk_size: int = 64
+) -> Server:
+    """Return a server with blocks for all texts, and a model of one tiny layer: what is counted depends on lengths and
+    common beginnings only."""
+    sizes = {
+        "vocab_size": 1 + max(map(max, prompts)),
+        "n_ctx": max(map(len, prompts)) + max(limits),
+    }
+    model = GPT(GPTConfig(**sizes, n_layer=1, n_head=1, n_embd=8)).eval()
+    return server_of(model, prompts, limits, block_size, chunk_size)
+
+
+def gap_table(prompts: Prompts, limits: TokenLimits, block_size: int) -> str:
     """Return a table, by the size of the chunks in which prompts are read: the most tokens that the model reads between
     two tokens of a text, and the number of passes."""
     rows = []
@@ -298,18 +318,8 @@ def demo(
             f"a prompt of {longest} tokens and {max_new_tokens} more exceed the context of {model.context}"
         )
 
-    def new_server(n_blocks: int) -> Server:
-        server = Server(model, PagedCache(model, n_blocks, block_size), chunk_size)
-        for ids, limit in zip(prompts, limits, strict=True):
-            server.add(ids, limit)
-        return server
-
-    needed = [
-        -(-(length + limit - 1) // block_size)
-        for length, limit in zip(lengths, limits, strict=True)
-    ]
-    budget = sum(needed)
-    new_server(n_blocks or budget)  # what can't be is refused before anything takes time
+    new_server = partial(server_of, model, prompts, limits, block_size, chunk_size)
+    new_server(n_blocks)  # what can't be is refused before anything takes time
     rows, all_texts = [], []
 
     def add_row(name: str, seconds: float, served: Served, *counts: object) -> None:
@@ -323,8 +333,10 @@ def demo(
         ways["a padded batch"] = padded_batch
     for name, serve in ways.items():
         add_row(name, *faster_of_two(partial(serve, model, prompts, limits)), "-", "-", "-")
+    budget = None
     for name in ("blocks for all", "few blocks"):
         seconds, record = faster_of_two(lambda budget=budget: ServingRecord(new_server(budget)))
+        needed = blocks_of_each(prompts, limits, block_size)
         budget = n_blocks or max(*needed, record.used_blocks // 2)  # of the last row
         counts = record.used_blocks, record.shared_blocks, record.server.n_preempted
         add_row(name, seconds, record.served(), *counts)

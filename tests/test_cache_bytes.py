@@ -71,10 +71,10 @@ def test_a_text_model_inside_is_read_and_what_is_not_known_is_refused(tmp_path: 
     def bytes_of(model_type: str, **content: Any) -> Ran:
         content["model_type"] = model_type
         (tmp_path / "config.json").write_text(json.dumps(content), "utf-8")
-        return run(main, tmp_path, "--tokens", "5000", "--batch", "3", "--dtype", "float8")
+        return run(main, tmp_path, "--tokens", "5000", "--dtype", "float8")
 
     text_config = {"model_type": "gemma3_text", "num_hidden_layers": 34, "sliding_window": 1024}
-    MB = 3 * 2 * 4 * 256 * (29 * 1024 + 5 * 5000) / 1e6
+    MB = 2 * 4 * 256 * (29 * 1024 + 5 * 5000) / 1e6
     assert bytes_of("gemma3", text_config=text_config).out.endswith(f"{MB:.1f}\n")
     refused(bytes_of("gemma3", text_config={}), "lacks num_hidden_layers")
     for model_type, culprit in {

@@ -22,7 +22,7 @@ from support.files import import_file
 from tests.helpers import ROOT, process, recorded, refused, run
 
 CHAPTERS = ROOT / "chapters"
-FOLDERS = blocks.chapter_folders([])
+FOLDERS = [*blocks.FOLDERS.values()]
 UNSHOWN = "08_measuring/rounding.py"  # a script whose output is that of a processor
 with_solutions = pytest.mark.skipif(
     not (FOLDERS[0] / "solution.py").exists(), reason="a copy without solutions"

@@ -2,7 +2,7 @@
 
   code(file, name, first, last)    the source of a class, function or method; or its lines from the one that contains
                                    `first` to the next that contains `last` (or that line alone)
-  diff(old, new, number, last)     a hunk (or those up to `last`) of the difference between two files
+  diff(old, new, number)           a hunk of the difference between two files
   output(command, *words)          what a command prints, run in the project's folder; python3 stands for this Python
   picture(name)                    PICTURES[name] of the chapter's pictures.py, an SVG file and its alternative text
   listing(name)                    a whole file of borrow/
@@ -31,36 +31,20 @@ from support.files import import_file, read_text
 
 CHAPTERS = Path(__file__).resolve().parent.parent
 ROOT = CHAPTERS.parent
+FOLDERS = {int(path.name[:2]): path for path in sorted(CHAPTERS.glob("[0-9]*_*"))}  # by chapter
 EXERCISE = re.compile(r"( *)# (exercise [\d.]+)")
-
-
-def chapter_folders(numbers: list[int]) -> list[Path]:
-    """Return the folders of these chapters, or of all. Raises ValueError if a number has no
-    chapter."""
-    folders = {int(path.name[:2]): path for path in sorted(CHAPTERS.glob("[0-9]*_*"))}
-    if unknown := {*numbers} - {*folders}:
-        known = ", ".join(map(str, folders))
-        raise ValueError(f"there is no chapter {unknown.pop()}: they are {known}")
-    return [folders[number] for number in sorted(numbers or folders)]
 
 
 def minutes(chapter: int) -> str:
     """Return the minutes that a chapter takes to read, and those of its exercises, such as "45 + 90"."""
-    (folder,) = chapter_folders([chapter])
-    head = re.search(r"^\*(\d+) minutes to read, (\d+)", read_text(folder / "README.md"), re.M)
-    return " + ".join(head.groups())
+    text = read_text(FOLDERS[chapter] / "README.md")
+    return " + ".join(re.search(r"^\*(\d+) minutes to read, (\d+)", text, re.M).groups())
 
 
 @cache
 def project_text(name: str) -> str:
     """Return the text of a file of the project."""
     return read_text(ROOT / name)
-
-
-@cache
-def project_tree(name: str) -> ast.Module:
-    """Return the syntax tree of a Python file of the project."""
-    return ast.parse(project_text(name))
 
 
 @cache
@@ -74,22 +58,23 @@ def find_hunks(old: str, new: str) -> list[tuple[int, int, int, int]]:
 
 def first_line(node: ast.AST) -> int:
     """Return the number of the line at which a statement begins, decorators included."""
-    return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+    return min(part.lineno for part in (node, *getattr(node, "decorator_list", [])))
+
+
+def names_of(statement: ast.stmt) -> list[str]:
+    """Return the names that a statement defines, or assigns to."""
+    targets = getattr(statement, "targets", [])
+    return [getattr(statement, "name", ""), *map(ast.unparse, targets)]
 
 
 def source_lines(file: str, name: str) -> tuple[int, list[str]]:
     """Return the line number and the lines of a class, function, method (Class.method) or constant of a file."""
-    node = project_tree(file)
+    node = ast.parse(project_text(file))
     for name_part in name.split("."):
-        names = {
-            ast.unparse(target): inner
-            for inner in node.body
-            for target in getattr(inner, "targets", ())
-        }
-        names |= {inner.name: inner for inner in node.body if hasattr(inner, "name")}
-        if name_part not in names:
+        found = [inner for inner in node.body if name_part in names_of(inner)]
+        if not found:
             raise ValueError(f"{file} has no {name}")
-        node = names[name_part]
+        node = found[-1]
     first_number = first_line(node)
     return first_number, project_text(file).splitlines()[first_number - 1 : node.end_lineno]
 
@@ -127,20 +112,16 @@ def fenced(language: str, text: str, origin: str) -> str:
     return f"```{language}\n{text}\n```\n<sub>{origin}</sub>"
 
 
-def diff(old: str, new: str, number: int, last: int = 0) -> str:
-    """Return hunks as a block of removed and added lines."""
-    changes, lines = find_hunks(old, new), []
-    chosen = changes[number - 1 : last or number]
-    if not chosen:
+def diff(old: str, new: str, number: int) -> str:
+    """Return a hunk as a block of removed and added lines."""
+    changes = find_hunks(old, new)
+    if not 1 <= number <= len(changes):
         raise ValueError(f"there are hunks 1 to {len(changes)}, not {number}")
-    for begin, stop, new_begin, new_stop in chosen:
-        lines += ["..."] if lines else []
-        lines += [f"-{line}" for line in project_text(old).splitlines()[begin:stop]]
-        lines += [f"+{line}" for line in project_text(new).splitlines()[new_begin:new_stop]]
-    text = "\n".join(line.rstrip() for line in lines)
-    numbers = f"hunks {number} to {last}" if last else f"hunk {number}"
-    origin = f"{numbers} of {len(changes)}, [{new}](../../{new}#L{chosen[0][2] + 1})"
-    return fenced("diff", text, origin)
+    begin, stop, new_begin, new_stop = changes[number - 1]
+    lines = [f"-{line}" for line in project_text(old).splitlines()[begin:stop]]
+    lines += [f"+{line}" for line in project_text(new).splitlines()[new_begin:new_stop]]
+    origin = f"hunk {number} of {len(changes)}, [{new}](../../{new}#L{new_begin + 1})"
+    return fenced("diff", "\n".join(lines), origin)
 
 
 def run_process(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -3,7 +3,7 @@
 A mark is a comment that begins with {{ or {% and holds a template, such as
 <!-- {{ table("lengths") }} -->. The text between it and <!-- end --> is made by the template:
 lines, if the mark has a line of its own, or words within a line. What it may call are FUNCTIONS: those of blocks.py,
-front.py, studies/pages.py and benchmarks/pages.py.
+front.py, studies/pages.py and benchmarks/tables.py.
 """
 
 import os
@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
-import benchmarks.pages
 import studies.pages
+from benchmarks import tables
 from chapters.builder.blocks import (
+    FOLDERS,
     ROOT,
-    chapter_folders,
     code,
     diff,
     listing,
@@ -60,12 +60,12 @@ OWN = (
 )
 FUNCTIONS: dict[str, Callable[..., object]] = {
     **studies.pages.FUNCTIONS,
-    **benchmarks.pages.FUNCTIONS,
+    **tables.FUNCTIONS,
     **{function.__name__: function for function in OWN},
 }
 ROOMS = {room: ROOT / room for room in ("borrow", "studies", "benchmarks", "pocket", "chapters")}
 STUDIES = {path.parent.name: path.parent for path in sorted(ROOT.glob("studies/*/README.md"))}
-CHAPTERS = {str(int(folder.name[:2])): folder for folder in chapter_folders([])}
+CHAPTERS = {str(number): folder for number, folder in FOLDERS.items()}
 PAGES = {  # by what `python3 -m chapters.builder` calls them
     name: folder / "README.md"
     for name, folder in {"readme": ROOT, **ROOMS, **STUDIES, **CHAPTERS}.items()

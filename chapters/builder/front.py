@@ -3,13 +3,12 @@
 `python3 gpt_kv_cache.py --compare > chapters/builder/demo.txt` records the demo anew.
 """
 
-import difflib
 import re
 import textwrap
 import tomllib
 
 import examine
-from chapters.builder.blocks import ROOT
+from chapters.builder.blocks import ROOT, find_hunks, project_text
 from support.files import read_text
 
 LIVE_PAGE = "chapters/live/index.html"
@@ -63,15 +62,13 @@ no gain shown: perplexity of \
 
 def line_count(name: str) -> str:
     """Return how many lines a lecture file has."""
-    return f"{len(read_text(ROOT / f'{name}.py').splitlines())}"
+    return f"{len(project_text(f'{name}.py').splitlines())}"
 
 
 def added(old: str, new: str) -> str:
     """Return how many lines a lecture file adds to an earlier one, and in how many hunks."""
-    lines = [read_text(ROOT / f"{name}.py").splitlines() for name in (old, new)]
-    codes = difflib.SequenceMatcher(None, *lines, autojunk=False).get_opcodes()
-    hunks = [end - start for tag, _, _, start, end in codes if tag != "equal"]
-    return f"{sum(hunks)} added, in {len(hunks)} hunks"
+    hunks = find_hunks(f"{old}.py", f"{new}.py")
+    return f"{sum(end - begin for _, _, begin, end in hunks)} added, in {len(hunks)} hunks"
 
 
 def demo() -> str:

@@ -3,12 +3,11 @@
   two hours MINUTES      opens a part, which ends at <!-- end two hours -->; it keeps the heading that it stands under
   exercise N.M MINUTES   the exercise's cell, and one that tests it
 
-Text, code and pictures become Markdown; commands become cells that run them, with their outputs on the page. The
-output of a ```bash block (it has times in it) or of a test is recorded: made once, and kept until its cell changes.
+Text, code and pictures become Markdown; commands become cells that run them, with their outputs on the page. A ```bash
+block, whose output has times in it, and a test have none until a student runs them.
 """
 
 import ast
-import copy
 import json
 import posixpath
 import re
@@ -16,7 +15,6 @@ import shlex
 from pathlib import Path
 
 import nbformat
-from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from chapters.builder.blocks import CHAPTERS, ROOT, first_line, source_lines, stub_of, title_of
@@ -64,10 +62,8 @@ def markdown_cell(text: str, folder: Path = CHAPTERS) -> dict:
     return new_markdown_cell(re.sub(r"(!?\[[^\]]*\])\((?!http)([^)]+)\)", link, text))
 
 
-def code_cell(text: str, printed: str | None = "") -> dict:
-    """Return a cell of Python with what it prints; None: that is to be recorded."""
-    if printed is None:
-        return new_code_cell(text, metadata={"tags": ["recorded"]})
+def code_cell(text: str, printed: str = "") -> dict:
+    """Return a cell of Python with what it prints."""
     return new_code_cell(text, outputs=[new_output("stream", text=printed)] if printed else [])
 
 
@@ -78,14 +74,14 @@ def part_cells(text: str, folder: Path) -> list[dict]:
         cells.append(markdown_cell(text[end : match.start()], folder))
         end, (arguments, printed, commands) = match.end(), match.groups()
         for command in (commands or "").splitlines():
-            cells.append(command_cell(shlex.split(command, comments=True), None))
+            cells.append(command_cell(shlex.split(command, comments=True)))
         if arguments:
             command, *words = ast.literal_eval(f"[{arguments}]")
             cells.append(command_cell([*shlex.split(command), *words], printed))
     return [*cells, markdown_cell(text[end:], folder)]
 
 
-def command_cell(words: list[str], printed: str | None) -> dict:
+def command_cell(words: list[str], printed: str = "") -> dict:
     """Return a cell that runs the words of a command line, which begins with python3."""
     if words[1] == "-c":  # a statement a line
         return code_cell(words[2].replace("; ", "\n"), printed)
@@ -105,7 +101,7 @@ def exercise_cells(number: str, names: list[str], solution: Path) -> list[dict]:
             names.append(node.name)
             _, answer = source_lines(solution.relative_to(ROOT).as_posix(), node.name)
             texts += [needed_imports(stub, "\n".join(answer)), "\n\n", text, "\n"]
-    test = code_cell(f"check({', '.join([json.dumps(number), *names])})", None)
+    test = code_cell(f"check({', '.join([json.dumps(number), *names])})")
     return [code_cell("".join(texts).strip()), test] if texts else [test]
 
 
@@ -118,24 +114,6 @@ def needed_imports(module: str, text: str) -> str:
             if node.names:
                 statements.append(ast.unparse(node))
     return "\n".join(statements)
-
-
-def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
-    """Return the cells of a notebook that are Python."""
-    return [cell for cell in notebook.cells if cell.cell_type == "code"]
-
-
-def run_cells(notebook: nbformat.NotebookNode, folder: Path = CHAPTERS) -> dict[str, list]:
-    """Run a notebook in a folder; return the outputs of its cells, by their source."""
-    ran = copy.deepcopy(notebook)
-    client = NotebookClient(
-        ran,
-        timeout=300,
-        resources={"metadata": {"path": str(folder)}},
-        extra_arguments=["--log-level=ERROR"],  # a warning says that localhost isn't encrypted
-    )
-    client.execute()
-    return {cell.source: cell.outputs for cell in code_cells(ran)}
 
 
 def make_notebook(texts: dict[Path, str]) -> str:
@@ -164,22 +142,4 @@ def make_notebook(texts: dict[Path, str]) -> str:
         cell.id = f"cell-{index}"
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
-    made = new_notebook(cells=cells, metadata=metadata)
-    outputs = {}
-    if FILE.exists():
-        outputs = {cell.source: cell.outputs for cell in code_cells(nbformat.read(FILE, 4))}
-    to_record = [cell for cell in code_cells(made) if cell.metadata.get("tags")]
-    if any(cell.source not in outputs for cell in to_record):
-        outputs = run_cells(made) | outputs
-    for cell in to_record:
-        cell.outputs = outputs[cell.source]
-    for number, cell in enumerate(code_cells(made), 1):
-        cell.execution_count = number
-    return nbformat.writes(made) + "\n"
-
-
-def has_work(new: str) -> bool:
-    """Return whether somebody has worked in the existing notebook: it has fewer exercises left to
-    write than a new one."""
-    unwritten = "raise NotImplementedError("
-    return FILE.exists() and read_text(FILE).count(unwritten) < new.count(unwritten)
+    return nbformat.writes(new_notebook(cells=cells, metadata=metadata)) + "\n"

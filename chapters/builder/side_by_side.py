@@ -60,7 +60,7 @@ def make_rows(
     texts: list[list[str]],
     changes: list[tuple[int, int, int, int]],
     words_by_hunk: dict[int, list[str]],
-    words_by_line: dict[int, str],
+    words_by_line: dict[int, list[str]],
 ) -> list[dict[str, Any]]:
     """Return the rows of a page. A row has a kind, and the indices of its two lines. What is `said` begins a cell of
     the margin, which reaches over `span` rows: the words of a hunk that begins there, those on a line, or nothing.
@@ -83,16 +83,16 @@ def make_rows(
                 rows[-1]["said"] = []
             elif step + 1 == n_above:
                 rows.append({"rest": True})
-        begin = len(rows)
-        for a, b in align_lines(*texts, range(first, end), range(new_first, new_end)):
+        hunk = align_lines(*texts, range(first, end), range(new_first, new_end))
+        for step, (a, b) in enumerate(hunk):
             kind = "old new" if None not in (a, b) else "old" if b is None else "new"
             rows.append({"kind": kind, "a": a, "b": b})
-            if b in words_by_line:
-                rows[-1]["said"] = [words_by_line[b]]
-        for row in rows[begin : begin + 1]:
-            row["kind"] = f"first {row['kind']}"
-            row["said"] = [*words_by_hunk.get(number, []), *row.get("said", [])]
-            row["hunk"] = number
+            said = words_by_line.get(b, [])
+            if step == 0:
+                said = words_by_hunk.get(number, []) + said
+                rows[-1]["hunk"] = number
+            if step == 0 or said:
+                rows[-1]["said"] = said
         old_line, new_line = end, new_end
     span = 0
     for row in reversed(rows):
@@ -151,13 +151,14 @@ def comparison_pages(chapters: dict[Path, str]) -> dict[Path, str]:
     for pair in PAIRS:
         texts = [project_text(name).splitlines() for name in pair]
         left, right = map(highlight_python, map(project_text, pair))
-        beside = {}  # words on single definitions, by the line at which each begins
-        for file, name, words in notes_of(chapters, BESIDE):
-            if file == pair[1]:
-                beside[source_lines(file, name)[0] - 1] = words
+        beside = {  # words on single definitions, by the line at which each begins
+            source_lines(file, name)[0] - 1: [words]
+            for file, name, words in notes_of(chapters, BESIDE)
+            if file == pair[1]
+        }
         rows = make_rows(texts, find_hunks(*pair), words_by_pair[pair], beside)
         for row in rows:
-            if "old new" in row.get("kind", ""):
+            if row.get("kind") == "old new":
                 a, b = row["a"], row["b"]
                 likeness, removed, added = compare_lines(texts[0][a], texts[1][b])
                 if likeness >= LEAST_LIKENESS:

@@ -48,12 +48,9 @@ def neighbour_links(path: Path) -> list[tuple[str, str]]:
     if path not in texts:
         return [] if path.stem == "README" else [("README.md", "All chapters")]
     number = texts.index(path)
-
-    def link(text: Path, words: str) -> tuple[str, str]:
-        return f"../{text.parent.name}/README.md", words.format(title_of(read_text(text)))
-
-    before = [link(text, "← {}") for text in texts[:number][-1:]]
-    after = [link(text, "{} →") for text in texts[number + 1 :][:1]]
+    links = [(f"../{text.parent.name}/README.md", title_of(read_text(text))) for text in texts]
+    before = [(page, f"← {title}") for page, title in links[:number][-1:]]
+    after = [(page, f"{title} →") for page, title in links[number + 1 :][:1]]
     return [*before, ("../README.md", "All chapters"), *after]
 
 
