@@ -154,8 +154,10 @@ def test_tokens_come_one_after_another(impl: ModuleType) -> None:
         expected.append(q[t] @ now)
     types = f"tuple[{types_of(q)}, {types_of(state)}]"
     read, last = call(impl.delta_rule, state, q, k, v, decay, write, returns=types)
-    assert_close(read, torch.stack(expected), f"{T} tokens: what they read", ("token", "number"))
-    assert_close(last, now, f"{T} tokens: the state after them", ("row", "column"))
+    assert_close(
+        read, torch.stack(expected), f"{T} tokens: what they read", ("token", "number"), 1e-9
+    )
+    assert_close(last, now, f"{T} tokens: the state after them", ("row", "column"), 1e-9)
 
 
 def can_go_back(layer: object, n: int, cut: int) -> bool:
