@@ -4,7 +4,7 @@ import ast
 import importlib.util
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -55,45 +55,63 @@ def test_suspects(impl: ModuleType) -> None:
         fail(f"{right} of {len(letters)} are right")
 
 
-# The bugs of tests/mutants that each check has to find. Further ones, and modules that are right though written
-# differently, are in this folder: their names begin with the kind, or with "right".
-KNOWN = {
-    "chunks": "kv_causal_with_cached_keys kv_mask_of_the_chunk_only kv_mask_sees_only_old "
-    "kv_single_query_is_causal kv_position_starts_over",
-    "state": "kv_failed_pass_stays kv_commits_too_early kv_clone_shares_memory kv_bounds_of_the_chunk_only "
-    "kv_truncate_forgets_the_positions kv_truncate_keeps_the_memory",
-    "ring": " ".join(name for name in zoo.BUGS if name.startswith("ring")),
-    "generate": "kv_reads_everything_again kv_feeds_the_last_token_only kv_forgotten_reset",
-}
+# Beside bugs of tests/mutants, a check has to find those in this folder whose names begin with its kind, and to accept
+# the modules that are right, though written differently.
+OWN = zoo.planted.read_folder(HERE).values()
 # What check_ring isn't asked for: gradients, and NaN in a slot that is hidden.
 OTHERS = "ring_keeps_the_graph ring_writes_in_place_in_training ring_reads_what_nobody_sees"
+RINGS = " ".join(name for name in zoo.BUGS if name.startswith("ring") and name not in OTHERS)
 
 
-def cases() -> Iterator[object]:
-    planted = zoo.planted.read_folder(HERE)
-    for number, (kind, known) in enumerate(KNOWN.items(), start=2):
-        own = [bug for bug in planted.values() if bug.name.startswith((kind, "right"))]
-        for bug in [*(zoo.BUGS[name] for name in known.split() if name not in OTHERS), *own]:
-            if kind != "ring" or bug.path.stem == "gpt_bounded_cache":
-                case = f"check_{kind}", bug.why, bug
-                mark = getattr(pytest.mark, f"ex9_{number}")
-                yield pytest.param(*case, id=f"{kind}: {bug.why}", marks=mark)
+def cases(kind: str, known: str, *files: str) -> list[object]:
+    """What a check has to find or to accept, in another order each time: it can't go by how often it was called."""
+    own = [bug for bug in OWN if bug.name.startswith((kind, "right")) and bug.path.stem in files]
+    bugs = [*(zoo.BUGS[name] for name in known.split()), *own]
+    return [pytest.param(bug.why, bug, id=bug.why) for bug in random.sample(bugs, len(bugs))]
 
 
-CASES = [*cases()]
-
-
-# In another order each time: a check can't go by how often it was called.
-@pytest.mark.parametrize(("check", "name", "bug"), random.sample(CASES, len(CASES)))
-def test_check(impl: ModuleType, check: str, name: str, bug: object) -> None:
+def judge(check: Callable[[ModuleType], object], name: str, bug: object) -> None:
     is_right = bug.name.startswith("right")
     try:
-        getattr(impl, check)(zoo.mutant(bug))
+        check(zoo.mutant(bug))
     except NotImplementedError:
         raise
     except Exception as error:  # a failed assertion, or the module itself
         if is_right:
-            fail(f"{check} refuses a module that is right: {name}. {error}")
+            fail(f"{check.__name__} refuses a module that is right: {name}. {error}")
     else:
         if not is_right:
-            fail(f"{check} doesn't find this: {name}")
+            fail(f"{check.__name__} doesn't find this: {name}")
+
+
+BOTH = "gpt_kv_cache", "gpt_bounded_cache"
+MASKS = "kv_causal_with_cached_keys kv_mask_of_the_chunk_only kv_mask_sees_only_old kv_single_query_is_causal"
+STATES = "kv_failed_pass_stays kv_commits_too_early kv_clone_shares_memory kv_truncate_forgets_the_positions"
+STATES += " kv_truncate_keeps_the_memory kv_bounds_of_the_chunk_only"
+READS = "kv_reads_everything_again kv_feeds_the_last_token_only kv_forgotten_reset"
+
+
+@pytest.mark.ex9_2
+@pytest.mark.parametrize(
+    ("name", "bug"), cases("chunks", f"{MASKS} kv_position_starts_over", *BOTH)
+)
+def test_check_chunks(impl: ModuleType, name: str, bug: object) -> None:
+    judge(impl.check_chunks, name, bug)
+
+
+@pytest.mark.ex9_3
+@pytest.mark.parametrize(("name", "bug"), cases("state", STATES, *BOTH))
+def test_check_state(impl: ModuleType, name: str, bug: object) -> None:
+    judge(impl.check_state, name, bug)
+
+
+@pytest.mark.ex9_4
+@pytest.mark.parametrize(("name", "bug"), cases("ring", RINGS, "gpt_bounded_cache"))
+def test_check_ring(impl: ModuleType, name: str, bug: object) -> None:
+    judge(impl.check_ring, name, bug)
+
+
+@pytest.mark.ex9_5
+@pytest.mark.parametrize(("name", "bug"), cases("generate", READS, *BOTH))
+def test_check_generate(impl: ModuleType, name: str, bug: object) -> None:
+    judge(impl.check_generate, name, bug)
