@@ -55,21 +55,16 @@ def edited(
 @pytest.mark.ex0_1
 def test_hunks_are_the_edits_that_were_made(impl: ModuleType) -> None:
     draw = random.Random(0)
-    for trial in range(100):  # small texts first
-        old, new, hunks = edited(draw, trial // 4)
+    cases = [edited(draw, n) for n in range(25) for _ in range(4)]  # small texts first
+    for files in FILES:
+        old, new = (read(file).splitlines() for file in files)
+        cases.append((old, new, differences(old, new)))
+    for old, new, hunks in cases:
         found = impl.hunks(old, new)
         what = f"hunks (at, gone, come) of texts of {len(old)} and {len(new)} lines"
         assert_same([*map(tuple, found)], hunks, what)
         types = type(found), {*map(type, found)}
         assert types[0] is list and types[1] <= {impl.Hunk}, f"{what}: must be a list of Hunk"
-
-
-@pytest.mark.ex0_1
-@pytest.mark.parametrize(("old", "new"), FILES)
-def test_hunks_of_the_projects_files(impl: ModuleType, old: str, new: str) -> None:
-    a, b = read(old).splitlines(), read(new).splitlines()
-    found = [tuple(hunk) for hunk in impl.hunks(a, b)]
-    assert_same(found, differences(a, b), f"hunks from {old} to {new}")
 
 
 @pytest.mark.ex0_2

@@ -9,6 +9,7 @@ B batch, T new tokens, S tokens cached and new, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -9,6 +9,7 @@ B batch, T new tokens, S tokens cached and new, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -104,18 +105,24 @@ def check_chunks(module: ModuleType) -> None:
         ids, cuts = text(batch, n, trial), sorted(draw.sample(range(1, n), draw.randint(1, 5)))
         cuts = list(range(1, n)) if trial == 0 else cuts
         exact, cache = model(ids), module.KVCache()
-        pieces = [model(ids[:, a:b], cache) for a, b in zip([0, *cuts], [*cuts, n], strict=True)]
-        assert_close(torch.cat(pieces, dim=1), exact, f"cut at {cuts} of {n}")
-        assert len(cache) == n == int(cache.positions(1)), (
-            f"{len(cache)} tokens in the cache, next position {int(cache.positions(1))}"
-        )
+        assert_close(_fed(model, ids, cuts, cache), exact, f"cut at {cuts} of {n}")
+        _counts(cache, n, "all pieces")
         cache = module.KVCache()
         model(ids[:, : cuts[0]], cache)
-        assert_close(
-            model(ids[:, cuts[0] :], cache, last_only=True),
-            exact[:, -1:],
-            "the last token's logits",
-        )
+        last = model(ids[:, cuts[0] :], cache, last_only=True)
+        assert_close(last, exact[:, -1:], "the last token's logits")
+
+
+def _fed(model: nn.Module, ids: Tensor, cuts: list[int], cache: object) -> Tensor:
+    """Feed tokens (B, T) in pieces, and return their logits (B, T, V)."""
+    pieces = ids.tensor_split(cuts, dim=1)
+    return torch.cat([model(piece, cache) for piece in pieces], dim=1)
+
+
+def _counts(cache: object, n: int, what: str) -> None:
+    """Raise AssertionError unless a cache counts n tokens."""
+    counts = len(cache), int(cache.positions(1))
+    assert counts == (n, n), f"{what}: the count and the next position are {counts}, must be {n}"
 
 
 def check_state(module: ModuleType) -> None:
@@ -134,11 +141,8 @@ def check_state(module: ModuleType) -> None:
     exact = model(ids)
 
     def holds(cache: object, n: int, what: str) -> None:
-        assert len(cache) == n == int(cache.positions(1)), (
-            f"{what}: {len(cache)} tokens and next position {int(cache.positions(1))}"
-        )
-        cache = cache.clone()
-        assert_close(model(ids[:, n:], cache), exact[:, n:], what)
+        _counts(cache, n, what)
+        assert_close(model(ids[:, n:], cache.clone()), exact[:, n:], what)
 
     def read(n: int) -> object:
         cache = module.KVCache()
@@ -147,18 +151,16 @@ def check_state(module: ModuleType) -> None:
         return cache
 
     for n in (0, 5):
-        for layer in (0, 1, 2):
+        for layer in range(3):
             cache = read(n)
             for T in (4, 1):
                 with interrupted(model, layer):
                     model(ids[:, n : n + T], cache)
-                assert len(cache) == n == int(cache.positions(1)), (
-                    f"{len(cache)} tokens after an interruption"
-                )
-            rest = torch.cat([model(piece, cache) for piece in ids[:, n:].split(6, dim=1)], dim=1)
+                _counts(cache, n, "after an interruption")
+            rest = _fed(model, ids[:, n:], [6, 12], cache)
             assert_close(rest, exact[:, n:], "after an interruption")
         cache = read(n)
-        _refused(lambda cache=cache, n=n: model(text(2, 49 - n), cache))
+        _refused(model, text(2, 49 - n), cache)
         holds(cache, n, "after a pass that doesn't fit")
 
     cache = read(5)
@@ -172,7 +174,7 @@ def check_state(module: ModuleType) -> None:
     for n in (20, 12, 5, 0):
         cache = read(20)
         for wrong in (21, -1):
-            _refused(lambda cache=cache, wrong=wrong: cache.truncate(wrong))
+            _refused(cache.truncate, wrong)
         assert len(cache) == 20
         cache.truncate(n)
         if n < 20:
@@ -181,10 +183,10 @@ def check_state(module: ModuleType) -> None:
         assert owned == cache.nbytes, f"cut back to {n}: {owned} bytes in memory for {cache.nbytes}"
 
 
-def _refused(call: Callable[[], object]) -> None:
+def _refused(call: Callable[..., object], *args: object) -> None:
     """Raise AssertionError unless a call raises ValueError."""
     try:
-        call()
+        call(*args)
     except ValueError:
         return
     raise AssertionError("what can't be was not refused")
@@ -207,23 +209,18 @@ def check_ring(module: ModuleType) -> None:
     - A cache that has read tokens raises ValueError for another batch size or dtype.
     """
     # exercise 9.4
-    draw, model = random.Random(0), small(module)
-    double, cache = small(module).double(), module.SlidingWindowCache(4, 1)
-    pieces = torch.cat([double(piece, cache) for piece in text(2, 12).split(5, dim=1)], dim=1)
-    assert pieces.dtype == torch.float64
-    _refused(lambda: double(text(1, 1), cache))
-    _refused(lambda: model(text(2, 1), cache))
+    draw, model, double = random.Random(0), small(module), small(module).double()
+    cache = module.SlidingWindowCache(4, 1)
+    assert _fed(double, text(2, 12), [5, 10], cache).dtype == torch.float64
+    _refused(double, text(1, 1), cache)
+    _refused(model, text(2, 1), cache)
 
     # One layer: a token's logits depend on what it sees, and on nothing else.
-    shallow = small(module, n_layer=1)
+    shallow, ids = small(module, n_layer=1), text(1, 16)
     for window, sinks in ((1, 0), (4, 0), (3, 2)):
-        ids = text(1, 16)
         before = shallow(ids, module.SlidingWindowCache(window, sinks))
-        assert_close(
-            before[:, :window],
-            shallow(ids[:, :window]),
-            f"the first {window} tokens see all before them",
-        )
+        what = f"the first {window} tokens see all before them"
+        assert_close(before[:, :window], shallow(ids[:, :window]), what)
         for j in range(16):
             other = ids.clone()
             other[0, j] = (ids[0, j] + 1) % 50
@@ -237,50 +234,40 @@ def check_ring(module: ModuleType) -> None:
     for trial in range(12):
         window, sinks, n = draw.randint(1, 9), (0, 0, 1, 3)[trial % 4], draw.randint(20, 48)
         ids, cuts = text(2, n, trial), sorted(draw.sample(range(1, n), draw.randint(1, 4)))
-        one_by_one = module.SlidingWindowCache(window, sinks)
-        exact = torch.cat([model(ids[:, t : t + 1], one_by_one) for t in range(n)], dim=1)
-        for ends in ([n], [*cuts, n]):
+        exact = _fed(model, ids, list(range(1, n)), module.SlidingWindowCache(window, sinks))
+        for ends in ([], cuts):
             cache = module.SlidingWindowCache(window, sinks)
-            pieces = [model(ids[:, a:b], cache) for a, b in zip([0, *ends], ends, strict=False)]
-            what = f"window {window}, sinks {sinks}, cut at {ends}"
-            assert_close(torch.cat(pieces, dim=1), exact, what)
+            what = f"window {window}, sinks {sinks}, cut at {ends} of {n}"
+            assert_close(_fed(model, ids, ends, cache), exact, what)
             held, must = cache.pos.tolist(), {t for t in range(n) if t < sinks or t >= n - window}
             assert must <= {*held} <= {*range(n)}, f"{what}: holds {held} instead of {must}"
             assert len(held) == len({*held}) <= len(must) + 1, f"{what}: holds {held}"
 
     ids = text(2, 30)
     # tokens held: fewer than a window of 4 with its sink, as many, one more, many
-    for n in (3, 5, 6, 20):
-        for T in (1, 2, 9):
-            for layer in (0, 1, 2):
-                cache, other = module.SlidingWindowCache(4, 1), module.SlidingWindowCache(4, 1)
-                for held in (cache, other):
-                    model(ids[:, :n], held)
-                with interrupted(model, layer):
-                    model(text(2, T, 9), cache)
-                model(text(2, T, 9), other.clone())
-                what = f"{n} tokens read, {T} interrupted in layer {layer}"
-                assert len(cache) == n == int(cache.positions(1)), what
-                back = cache.clone()
-                if n <= 5:
-                    cache.truncate(n - 1)
-                    model(ids[:, n - 1 : n], cache)
-                else:
-                    _refused(lambda cache=cache, n=n: cache.truncate(n - 1))
-                    cache.truncate(n)
-                    empty = cache.clone()
-                    empty.truncate(0)
-                    fresh = module.SlidingWindowCache(4, 1)
-                    assert_close(
-                        model(ids, empty), model(ids, fresh), f"{what}, cut back to nothing"
-                    )
-                for piece in ids[:, n:].split([1, 3, 1, 30 - n - 5], dim=1):
-                    expected = model(piece, other)
-                    for held, whose in (
-                        (back, "a clone"),
-                        (cache, "cut back by one token, and read again"),
-                    ):
-                        assert_close(model(piece, held), expected, f"{what}, {whose}")
+    for n, T, layer in itertools.product((3, 5, 6, 20), (1, 2, 9), range(3)):
+        cache, other = module.SlidingWindowCache(4, 1), module.SlidingWindowCache(4, 1)
+        for held in (cache, other):
+            model(ids[:, :n], held)
+        with interrupted(model, layer):
+            model(text(2, T, 9), cache)
+        model(text(2, T, 9), other.clone())
+        what = f"{n} tokens read, {T} interrupted in layer {layer}"
+        _counts(cache, n, what)
+        back = cache.clone()
+        if n <= 5:
+            cache.truncate(n - 1)
+            model(ids[:, n - 1 : n], cache)
+        else:
+            _refused(cache.truncate, n - 1)
+            cache.truncate(n)
+            empty = cache.clone()
+            empty.truncate(0)
+            again = model(ids, module.SlidingWindowCache(4, 1))
+            assert_close(model(ids, empty), again, f"{what}, cut back to nothing")
+        expected = _fed(model, ids[:, n:], [1, 4, 5], other)
+        for held, whose in ((back, "a clone"), (cache, "cut back by one token, and read again")):
+            assert_close(_fed(model, ids[:, n:], [1, 4, 5], held), expected, f"{what}, {whose}")
 
 
 def check_generate(module: ModuleType) -> None:
@@ -322,9 +309,7 @@ def check_generate(module: ModuleType) -> None:
                 start, expected[-1] = new_start, length - new_start
         assert fed == expected, f"{what}: passes read {fed} tokens instead of {expected}"
         end = n_prompt + n - 1 - start
-        assert len(cache) == end == int(cache.positions(1)), (
-            f"{what}: {len(cache)} tokens in the cache instead of {end}"
-        )
+        _counts(cache, end, what)
         held_ids = torch.cat([ids, *got], dim=1)[:, start : start + end]
         cache.truncate(end - 1)  # the context may be full
         again = model(held_ids[:, -1:], cache)

@@ -28,8 +28,12 @@ from support.files import import_file
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-PLANTED = import_file(ROOT / "tests" / "planted.py").read_folder(ROOT / "tests" / "mutants")
-BUGS = {name: bug for name, bug in PLANTED.items() if name.startswith(("kv", "ring", "bct"))}
+planted = import_file(ROOT / "tests" / "planted.py")
+BUGS = {
+    name: bug
+    for name, bug in planted.read_folder(ROOT / "tests" / "mutants").items()
+    if name.startswith(("kv", "ring", "bct"))
+}
 FAMILIES = {
     "masks": "kv_causal_with_cached_keys kv_mask_of_the_chunk_only kv_mask_sees_only_old kv_single_query_is_causal "
     "ring_causal_with_cached_keys",
@@ -61,26 +65,28 @@ SPECIMENS = {
 }
 
 
-def module_of(text: str) -> ModuleType:
-    """Return a module made of a text."""
+def mutant(bug: planted.Entry) -> ModuleType:
+    """Return the module that a planted bug makes of its file."""
     module = ModuleType("specimen")
     sys.modules["specimen"] = module  # dataclasses look themselves up
+    text = bug.changed((ROOT / f"{bug.path.stem}.py").read_text(encoding="utf-8"))
     exec(compile(text, "<specimen>", "exec"), module.__dict__)
     return module
 
 
-def mutant(name: str) -> ModuleType:
-    """Return the module that a planted bug of tests/mutants makes."""
-    bug = BUGS[name]
-    return module_of(bug.changed((ROOT / f"{bug.path.stem}.py").read_text(encoding="utf-8")))
+def suspect(letter: str) -> planted.Entry:
+    """Return the bug of that letter in exercise 9.1. Raises KeyError if there is none."""
+    beginning = SPECIMENS[letter]
+    return next(
+        bug
+        for name, bug in BUGS.items()
+        if hashlib.sha256(name.encode()).hexdigest().startswith(beginning)
+    )
 
 
 def specimen(letter: str) -> ModuleType:
-    """Return a gpt_kv_cache.py with the bug of that letter in exercise 9.1. Raises KeyError if there is none."""
-    beginning = SPECIMENS[letter]
-    return mutant(
-        next(x for x in BUGS if hashlib.sha256(x.encode()).hexdigest().startswith(beginning))
-    )
+    """Return a gpt_kv_cache.py with the bug of that letter."""
+    return mutant(suspect(letter))
 
 
 @cache
@@ -119,7 +125,7 @@ def naive(module: ModuleType) -> tuple[bool, bool]:
 def finds(check: Callable[[ModuleType], object], name: str) -> bool:
     """Return whether a check finds a mutant."""
     try:
-        check(mutant(name))
+        check(mutant(BUGS[name]))
     except NotImplementedError:  # not written yet
         return False
     except Exception:  # a failed assertion, or the module itself
@@ -136,7 +142,7 @@ def survey(impl: ModuleType) -> dict[str, list[bool]]:
     found = {}
     for name in tqdm(BUGS, unit="bug", disable=None):  # a minute; slow checks take longer
         try:
-            text, logits = naive(mutant(name))
+            text, logits = naive(mutant(BUGS[name]))
         except Exception:
             text = logits = False
         own = any(finds(check, name) for check in checks.get(name.partition("_")[0], []))

@@ -11,7 +11,7 @@ import llama_kv_cache
 from chapters.calling import call, types_of
 from chapters.checking import assert_close, assert_refused, assert_same
 from gpt_bounded_cache import SlidingWindowCache
-from gpt_kv_cache import generate
+from gpt_kv_cache import KVCache, generate
 from llama_kv_cache import Llama, LlamaConfig, rotation
 
 GIVEN = ()
@@ -175,25 +175,17 @@ def test_a_pass_that_fails_leaves_the_context_as_it_was(impl: ModuleType) -> Non
 @pytest.mark.ex11_5
 @pytest.mark.parametrize("by", [-20, 0, 3, 900])
 def test_moved_keys_are_those_of_the_same_text_further_on(impl: ModuleType, by: int) -> None:
-    model, cache, further = random_model(), Elsewhere(20), Elsewhere(20 + by)
+    model, layers = random_model(), []
     model.context = math.inf
     ids = torch.randint(90, (2, 6), generator=torch.Generator().manual_seed(2))
-    model(ids, cache)
-    model(ids, further)
+    for start in (20, 20 + by):
+        cache = KVCache()
+        cache.positions = lambda T, start=start: start + torch.arange(T)
+        model(ids, cache)
+        layers.append(cache.layers)
     axes = ("keys or values", "row", "head", "token", "number")
-    for layer, (kv, expected) in enumerate(zip(cache.layers, further.layers, strict=True)):
+    for layer, (kv, expected) in enumerate(zip(*layers, strict=True)):
         found = call(impl.moved, kv, by, SPEED, returns="float32 (2, 2, 2, 6, 12)")
         assert_close(found, expected, f"layer {layer}, by {by}", axes, 2e-3)
         found = call(impl.moved, kv.bfloat16(), by, SPEED, returns="bfloat16 (2, 2, 2, 6, 12)")
         assert_close(found, expected, f"layer {layer}, by {by}, in bfloat16", axes, 0.05)
-
-
-class Elsewhere(llama_kv_cache.KVCache):
-    """A cache of a text that begins at another position."""
-
-    def __init__(self, start: int) -> None:
-        super().__init__()
-        self.start = start
-
-    def positions(self, T: int) -> Tensor:
-        return self.start + len(self) + torch.arange(T)

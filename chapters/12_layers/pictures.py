@@ -56,20 +56,17 @@ def window() -> str:
 
 
 def latent() -> str:
-    def head(number: int) -> tuple[str, list[Cell]]:
-        row = [("key 128", "free", 2), ("+ the 64", "", 2), ("value 128", "free", 2)]
-        return f"head {number} ", row
-
+    made = [("key 128", "free", 2), ("+ the 64", "", 2), ("value 128", "free", 2)]
     return cells(
         "A token in a layer of DeepSeek-V3's. Cached are a latent of 512 numbers and a rotated key of 64. Each of 128 "
         "heads has a key of 128 numbers and a value of 128, made from the latent, and the same rotated key of 64.",
         [
             ("", [("latent", "", 8), ("rotated", "")]),
             ("", [("512", "kept", 8), ("64", "kept")]),
-            head(0),
-            head(1),
+            ("head 0 ", made),
+            ("head 1 ", made),
             ("...", []),
-            head(127),
+            ("head 127 ", made),
         ],
         {"kept": "cached", "free": "made from the latent, or not at all"},
         width=48,
@@ -106,8 +103,7 @@ def state() -> str:
 
 def cut() -> str:
     every = [(str(token), "kept" if token < 5 else "gone") for token in range(9)]
-    ring = [("", "")] * 2 + [("2", "free"), ("3", "free")]
-    ring += [(str(token), "kept" if token < 5 else "gone") for token in range(4, 9)]
+    ring = [("", ""), ("", ""), ("2", "free"), ("3", "free"), *every[4:]]
     return cells(
         "Nine tokens are read, and the text is cut back to five. A full layer and one with a latent hold tokens 0 to 8, "
         "and drop 5 to 8. A layer with a window of four holds tokens 4 to 8; token 5 would need 2 and 3, too, which are "
