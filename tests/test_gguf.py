@@ -188,8 +188,8 @@ def test_a_text_ends_with_any_end_and_padding_is_no_token(tmp_path: Path) -> Non
         ({"llama.attention.key_length": 5}, "value_length is 12, and only 5"),
         ({"llama.context_length": 2**32 - 1}, "must be at most 2147483647, got 4294967295"),
         ({"llama.rope.freq_base": True}, "rope_theta must be a finite number, got True"),
-        ({"tokenizer.ggml.tokens": [1] * 97}, "tokens must be of type str"),
-        ({"tokenizer.ggml.eos_token_id": True}, "eos_token_id must be of type int, got True"),
+        ({"tokenizer.ggml.tokens": [1] * 97}, "tokens must be a text, got 1"),
+        ({"tokenizer.ggml.eos_token_id": True}, "eos_token_id must be a whole number, got True"),
         ({"llama.expert_count": 8}, "expert_count is 8"),
         ({"llama.context_length": None}, "lacks max_position_embeddings"),
         ({"split.count": 3}, "one of 3 parts"),
@@ -209,8 +209,8 @@ def test_what_a_file_holds_and_we_do_not_know_is_one_sentence(
     [
         ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.model is 'llama', and only 'gpt2'"),
         ({"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre is 'tekken', and only 'gpt-2'"),
-        ({"tokenizer.ggml.token_type": 5}, "token_type must be of type list, got 5"),
-        ({"tokenizer.ggml.merges": "a b"}, "merges must be of type list, got 'a b'"),
+        ({"tokenizer.ggml.token_type": 5}, "token_type must be a list, got 5"),
+        ({"tokenizer.ggml.merges": "a b"}, "merges must be a list, got 'a b'"),
         ({"tokenizer.ggml.eos_token_id": 5}, "eos_token_id is [5], which is no special token"),
     ],
 )
@@ -272,17 +272,6 @@ def test_changed_bytes_make_a_model_or_a_sentence(tmp_path: Path) -> None:
                 assert "\n" not in str(error), place
                 refusals += 1
     assert refusals > 100
-
-
-def test_tensors_that_overlap_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    write_gguf(path, random_llama(**SMALL))
-    content = path.read_bytes()
-    tensor = gguf.GGUFReader(path).tensors[4]
-    place = tensor.field.offset + sum(part.nbytes for part in tensor.field.parts) - 8
-    path.write_bytes(content[:place] + struct.pack("<Q", 0) + content[place + 8 :])
-    with pytest.raises(ValueError, match=f"{tensor.name} overlaps"):
-        load_model(str(path))
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0"])
