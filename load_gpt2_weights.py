@@ -18,7 +18,7 @@ from formats.names import NAMES, RANDOM, split_twin
 from formats.products import order_for_decoding
 from formats.tensors import (
     WithoutDraws,
-    check_sizes,
+    check_layers,
     choose_dtype,
     copy_tensors,
     drop_head,
@@ -69,7 +69,7 @@ def load_model(
         tensors = checkpoint.tensors()
         if getattr(config, "tied", True):
             drop_head(tensors, name)
-        check_sizes(config, tensors, checkpoint.where)
+        check_layers(config.n_layer, tensors, checkpoint.where)
         if dtype == "auto":
             dtype = choose_dtype(tensors, device)
         model_class = model_class or default_class(kind_of(config))
