@@ -1,4 +1,4 @@
-"""Weights and tokenizers of GPT-2, Llama and Gemma 3 by name or folder, for any of the model files.
+"""Weights and tokenizers of GPT-2, Llama and Gemma 3 (270M or 1B) by name or folder, for any of the model files.
 
 `python load_gpt2_weights.py gpt2 --verify` downloads GPT-2 and compares its text with published continuations.
 """
