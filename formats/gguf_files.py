@@ -70,11 +70,8 @@ SUPPORTED = {  # of other keys: the only value that changes nothing
     "expert_count": 0,
 }
 HARMLESS = ("rope.scaling.finetuned", "rope.scaling.original_context_length")  # without a type
-LLAMA3_SCALING = (
-    1.0,
-    4.0,
-    8192,
-)  # low, high and n_ctx of Llama 3.1 and 3.2, beside a factor, 8 or 32
+# Low and high factor and n_ctx of Llama 3.1 and 3.2, which differ in the factor alone: 8 or 32.
+LLAMA3_SCALING = (1.0, 4.0, 8192)
 QWEN_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 DIGITS = {"type": "Digits", "individual_digits": True}
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # types of tokens
@@ -142,11 +139,7 @@ class GGUFFile:
         """Return what the model's config.json would hold. Raises ValueError if our models can't represent the file's."""
         where = self.where
         architecture = self.value("general.architecture", str)
-        if architecture not in ARCHITECTURES:
-            known = " or ".join(ARCHITECTURES)
-            raise ValueError(
-                f"{where}: the architecture is {architecture!r}, and only {known} is known"
-            )
+        check_choice(where, "general.architecture", architecture, ARCHITECTURES)
         prefix = f"{architecture}."
         given = {}
         for key in self.reader.fields:
@@ -187,9 +180,10 @@ class GGUFFile:
         q and k are in the order of another rotation, which pairs neighbours; here they get the usual order back.
 
         Raises ValueError if a tensor is unknown, or damaged."""
-        config, tensors = self.config(), {}
-        n_head = config["num_attention_heads"]
-        heads = {"attn_q": n_head, "attn_k": config.get("num_key_value_heads") or n_head}
+        config, tensors, heads = self.config(), {}, {}
+        if config["model_type"] == "llama":
+            n_head = config["num_attention_heads"]
+            heads = {"attn_q": n_head, "attn_k": config.get("num_key_value_heads") or n_head}
         for tensor in self.reader.tensors:
             if tensor.name == "rope_freqs.weight":
                 continue
@@ -201,8 +195,7 @@ class GGUFFile:
                 numbers = dequantized(tensor)
             except (ValueError, NotImplementedError) as error:
                 raise ValueError(f"{self.where}: {tensor.name} can't be read: {error}") from error
-            rows = heads.get(part, 0) * config["head_dim"]
-            if config["model_type"] == "llama" and len(numbers) == rows:  # others are refused later
+            if part in heads and len(numbers) == heads[part] * config["head_dim"]:
                 pairs = numbers.unflatten(0, (heads[part], -1, 2))  # (heads, D / 2, 2, ...)
                 numbers = pairs.transpose(1, 2).flatten(0, 2)
             prefix = "" if layer is None else f"layers.{layer}."
@@ -212,9 +205,10 @@ class GGUFFile:
     def tokenizer(self) -> LibraryTokenizer:
         """Return the byte-level BPE, with the form of the model's questions. Raises ValueError if it is of another kind,
         or cuts text in a way that isn't known."""
-        kind, pre = (self.value(f"tokenizer.ggml.{key}", str) for key in ("model", "pre"))
-        for key, given, known in (("model", kind, ["gpt2"]), ("pre", pre, [*PRE_TOKENIZERS])):
-            check_choice(self.where, f"tokenizer.ggml.{key}", given, known)
+        kind = self.value("tokenizer.ggml.model", str)
+        check_choice(self.where, "tokenizer.ggml.model", kind, ["gpt2"])
+        pre = self.value("tokenizer.ggml.pre", str)
+        check_choice(self.where, "tokenizer.ggml.pre", pre, [*PRE_TOKENIZERS])
         texts = self.values("tokenizer.ggml.tokens", str)
         types = self.values("tokenizer.ggml.token_type", int)
         if len(texts) != len(types):
