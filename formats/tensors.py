@@ -85,15 +85,6 @@ def drop_head(tensors: dict[str, Tensor], where: str) -> None:
         )
 
 
-def check_layers(n_layer: int, tensors: dict[str, Tensor], where: str) -> None:
-    """Raise ValueError if a config, which was read from `where`, has more layers than there are tensors. This is checked
-    before a model is made: one of too many layers takes forever."""
-    if n_layer > len(tensors):
-        raise ValueError(
-            f"{where}: n_layer is {n_layer}, but the number of tensors in the weights is {len(tensors)}"
-        )
-
-
 def check_tensors(tensors: dict[str, Tensor], model: nn.Module, where: str) -> None:
     """Raise ValueError if tensors are missing, unexpected, or not of the shapes and types that a model needs."""
     shapes = {name: tuple(part.shape) for name, part in public_parts(model).items()}
