@@ -143,9 +143,15 @@ def from_scratch(kind: str) -> Subject:
         "emb_dim": 32,
         "n_heads": 4,
         "n_layers": 2,
+        "drop_rate": 0.0,
+        "qkv_bias": False,
+        "dtype": torch.float32,
+        "hidden_dim": 48,
+        "head_dim": 8,
+        "qk_norm": True,
+        "n_kv_groups": 2,
+        "rope_base": 100.0,
     }
-    config |= {"drop_rate": 0.0, "qkv_bias": False, "dtype": torch.float32, "hidden_dim": 48}
-    config |= {"head_dim": 8, "qk_norm": True, "n_kv_groups": 2, "rope_base": 100.0}
     model = module.GPTModel(config) if kind == "gpt2" else module.Qwen3Model(config)
     return FromScratchSubject(randomized(model), cache_class, config, kind == "gpt2")
 

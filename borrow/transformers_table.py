@@ -19,13 +19,15 @@ from transformers.cache_utils import QuantizedCache as TheirQuantizedCache
 
 from borrow.transformers_cache import TransformersCache, argument_of
 from compress import QuantizedCache, SmallNormCache
+from examine import held_bytes
 from formats.gguf_files import find_smollm2
 from gpt_bounded_cache import PreallocatedCache, SlidingWindowCache
 from gpt_kv_cache import KVCache
 from load_gpt2_weights import load_tokenizer
 from support.conditions import processor_name
-from support.files import read_text, write_json
+from support.files import read_json, read_text, write_json
 from support.statistics import kl
+from support.tables import table
 from support.timing import run_in_turns, time_call
 
 HERE = Path(__file__).resolve().parent
@@ -50,17 +52,6 @@ THEIRS: dict[str, Callable[[Any], Any]] = {
 EXACT = "DynamicCache()"
 
 
-def held_bytes(held: Any) -> int:
-    """Return the bytes of all tensors that an object of transformers holds, quantized ones as they are packed."""
-    if type(held) in (Tensor, torch.nn.Parameter):
-        return held.nbytes
-    if isinstance(held, dict):
-        return sum(map(held_bytes, held.values()))
-    if isinstance(held, list | tuple):
-        return sum(map(held_bytes, held))
-    return held_bytes(vars(held)) if hasattr(held, "__dict__") and not callable(held) else 0
-
-
 def measure() -> dict[str, Any]:
     """Return the rows of the table by the cache's name, and the conditions."""
     path = find_smollm2()
@@ -83,11 +74,9 @@ def measure() -> dict[str, Any]:
         nbytes = held_bytes(cache.layers) if ours is None else ours.nbytes
         return torch.stack(logits), seconds, nbytes
 
-    def run(way: str) -> Callable[[int], tuple[Tensor, list[float], int]]:
-        return lambda turn: read(way)
-
     torch.set_num_threads(1)
-    results = run_in_turns({way: run(way) for way in (*THEIRS, *OURS)}, TURNS, warm_up=False)
+    runs = {way: lambda turn, way=way: read(way) for way in (*THEIRS, *OURS)}
+    results = run_in_turns(runs, TURNS, warm_up=False)
     exact, rows = results[EXACT][0][0], {}
     for way, turns in results.items():
         ratios = []
@@ -107,9 +96,6 @@ def measure() -> dict[str, Any]:
 
 def transformers_table() -> str:
     """Return the table of README.md, and under which conditions it was measured."""
-    from support.files import read_json
-    from support.tables import table
-
     record = read_json(RESULT)
     lines = []
     for way, row in record["rows"].items():

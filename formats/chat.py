@@ -1,5 +1,5 @@
-"""Questions in the form that a chat model expects: that of its own template, or one of two fixed forms; a model's
-tokens tell which one it uses."""
+"""Questions in the form that a chat model expects: that of its own template, or one of two fixed ones; a model's tokens
+tell which one it uses."""
 
 import argparse
 import json
@@ -42,32 +42,21 @@ class ChatForm(NamedTuple):
         return self.after_thoughts + rest.lstrip("\n")
 
 
-class FixedForm(NamedTuple):
-    """A form whose header holds a system prompt: the header, with {} in its place, the system prompt that a model adds by
-    itself ("" if none), a question up to where its answer begins, and what ends an answer."""
-
-    header: str
-    default_system: str
-    question: str
-    end: str
-
-
-# By a token that occurs in the form.
-FIXED_FORMS = {
+# Templates of models that are known by a token which occurs in the form.
+FIXED_TEMPLATES = {
     # Llama 3: a header for each message. Source: the model card, "Special Tokens used with Llama 3".
-    "<|start_header_id|>": FixedForm(
-        "<|start_header_id|>system<|end_header_id|>\n\n{}<|eot_id|>",
-        "",
-        "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        "<|eot_id|>",
+    "<|start_header_id|>": (
+        "{{ bos_token }}{% for message in messages %}"
+        "<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n{{ message.content }}<|eot_id|>"
+        "{% endfor %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
     ),
     # ChatML, with the first message that SmolLM2's own template adds.
-    "<|im_start|>": FixedForm(
-        "<|im_start|>system\n{}<|im_end|>\n",
-        "You are a helpful AI assistant named SmolLM, trained by Hugging Face",
-        "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
-        "<|im_end|>\n",
+    "<|im_start|>": (
+        "{{ bos_token }}{% if messages[0].role != 'system' %}<|im_start|>system\n"
+        "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n{% endif %}"
+        "{% for message in messages %}"
+        "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+        "{% endfor %}{{ '<|im_start|>assistant\n' }}"
     ),
 }
 ANSWER = "\ue000answer\ue000"  # marks that no template contains
@@ -87,7 +76,7 @@ def has_chat_form(tokenizer: tiktoken.Encoding) -> bool:
 def chat_form(tokenizer: tiktoken.Encoding, system: str = "") -> ChatForm:
     """Return the form of a conversation that a model expects, with a system prompt if one is given. From now on the
     control token that ends an answer in this form ends a text. Raises ValueError if the model has neither a template
-    that says it, nor the tokens of FIXED_FORMS, or if the system prompt holds the name of a control token."""
+    that says it, nor a token of FIXED_TEMPLATES, or if the system prompt holds the name of a control token."""
     for name in ("{}", *sorted(tokenizer.special_tokens_set)):
         if name in system:
             raise ValueError(
@@ -96,7 +85,9 @@ def chat_form(tokenizer: tiktoken.Encoding, system: str = "") -> ChatForm:
     if getattr(tokenizer, "chat_template", None):
         form = template_form(tokenizer.chat_template, tokenizer.named_tokens, system)
     else:
-        form = fixed_form(tokenizer, system)
+        template = fixed_template(tokenizer)
+        beginning = tokenizer.decode(beginning_tokens(tokenizer))
+        form = template_form(template, {"bos_token": beginning}, system)
     after_answer = form.after_answer.lstrip()
     for name in sorted(tokenizer.added_ids, key=len, reverse=True):
         if after_answer.startswith(name):
@@ -106,17 +97,13 @@ def chat_form(tokenizer: tiktoken.Encoding, system: str = "") -> ChatForm:
     return form
 
 
-def fixed_form(tokenizer: tiktoken.Encoding, system: str = "") -> ChatForm:
-    """Return the one of FIXED_FORMS whose token a tokenizer has. Raises ValueError if it has none."""
-    for token, form in FIXED_FORMS.items():
+def fixed_template(tokenizer: tiktoken.Encoding) -> str:
+    """Return the one of FIXED_TEMPLATES whose token a tokenizer has. Raises ValueError if it has none."""
+    for token, template in FIXED_TEMPLATES.items():
         if token in tokenizer.special_tokens_set:
-            system = system or form.default_system
-            header = form.header.replace("{}", system) if system else ""
-            beginning = tokenizer.decode(beginning_tokens(tokenizer))
-            first = beginning + header + form.question
-            return ChatForm(first, form.end + form.question, form.end)
+            return template
     raise ValueError(
-        f"--chat needs a model whose tokens include {' or '.join(FIXED_FORMS)}: this one answers no questions"
+        f"--chat needs a model whose tokens include {' or '.join(FIXED_TEMPLATES)}: this one answers no questions"
     )
 
 

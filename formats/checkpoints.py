@@ -66,9 +66,8 @@ class Folder:
         """Return the content of config.json."""
         return read_json(self.file("config.json"))
 
-    def generation_config(self) -> dict[str, Any]:
-        """Return what generation_config.json says, or {} if there is none."""
-        filename = "generation_config.json"
+    def optional(self, filename: str) -> dict[str, Any]:
+        """Return the content of one of the files, {} if there is none."""
         return read_json(self.file(filename)) if (self.path / filename).exists() else {}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -121,7 +120,8 @@ class Folder:
         size, n_vocab = config["vocab_size"], tokenizer.n_vocab
         fits = n_vocab == size
         if path.name != TIKTOKEN_FILE:
-            tokenizer.end_ids = end_tokens(tokenizer, path, config, self.generation_config())
+            generation_config = self.optional("generation_config.json")
+            tokenizer.end_ids = end_tokens(tokenizer, path, config, generation_config)
             where = f"{self.path / TOKENIZER_CONFIG} or special_tokens_map.json"
             check_named_tokens(tokenizer, self.tokenizer_config(), where)
             tokenizer.n_rows = size  # some may have no token, and a control token may have no row
@@ -158,10 +158,9 @@ class Folder:
     def tokenizer_config(self) -> dict[str, Any]:
         """Return what tokenizer_config.json says, {} if there is none. As in transformers, an older folder's
         special_tokens_map.json takes precedence, and one with added_tokens_decoder isn't older."""
-        path, older = self.path / TOKENIZER_CONFIG, self.path / "special_tokens_map.json"
-        content = read_json(path) if path.exists() else {}
-        if older.exists() and "added_tokens_decoder" not in content:
-            content |= read_json(older)
+        content = self.optional(TOKENIZER_CONFIG)
+        if "added_tokens_decoder" not in content:
+            content |= self.optional("special_tokens_map.json")
         return content
 
     def chat_template(self) -> str | None:
@@ -232,9 +231,6 @@ class PublicModel(Folder):
             raise download_error(f"{filename} of {repo}", error) from error
         raise OSError(reason)
 
-    def generation_config(self) -> dict[str, Any]:
-        return read_json(self.file("generation_config.json"))
-
     def first_weights_file(self) -> Path:
         return self.file(self.repository.weights)
 
@@ -244,15 +240,13 @@ class PublicModel(Folder):
     def tokenizer(self) -> Tokenizer:
         if self.name not in LLAMAS:
             return gpt2_tokenizer()
+        self.file("generation_config.json")  # which downloads it
         tokenizer = super().tokenizer()
         tokenizer.is_instruct = "Instruct" in self.name
         return tokenizer
 
     def chat_template(self) -> None:
         """Public models have one of the fixed forms."""
-
-    def named_tokens(self) -> dict[str, str]:
-        return {}
 
 
 def open_checkpoint(name_or_path: str) -> Folder | GGUFFile:

@@ -350,7 +350,9 @@ def check_choice(where: str, key: str, value: object, supported: Sequence[object
 def gemma_rotary_fields(content: dict[str, Any], where: str) -> dict[str, Any]:
     """Return rope_theta, rope_scaling and window_theta of a Gemma 3's config. Newer files have a
     rope_parameters for each type of layer, older ones rope_local_base_freq for windows."""
-    by_type = check_fields(content.get("rope_parameters", {}), f"rope_parameters of {where}")
+    usual = {"full_attention": {"rope_type": "default"}}  # which an older "type" doesn't change
+    by_type = content.get("rope_parameters", usual)
+    check_fields(by_type, f"rope_parameters of {where}")
     for layer_type in by_type:
         known = ["full_attention", "sliding_attention"]
         check_choice(where, "rope_parameters", layer_type, known)

@@ -30,7 +30,7 @@ from formats.tokenizers import (
     byte_level_bpe,
     end_tokens,
 )
-from support.files import check_fields, lacks_memory, regular_file, short_repr
+from support.files import check_fields, lacks_memory, regular_file
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # a Mistral's file says llama
 TENSOR_NAMES = {
@@ -70,10 +70,8 @@ SUPPORTED = {  # of other keys: the only value that changes nothing
     "expert_count": 0,
 }
 HARMLESS = ("rope.scaling.finetuned", "rope.scaling.original_context_length")  # without a type
-LLAMA3_SCALINGS = [  # those of Llama 3.1 and 3.2: factor, low, high, n_ctx
-    (8.0, 1.0, 4.0, 8192),
-    (32.0, 1.0, 4.0, 8192),
-]
+# Low and high factor and n_ctx of Llama 3.1 and 3.2, which differ in the factor alone: 8 or 32.
+LLAMA3_SCALING = (1.0, 4.0, 8192)
 QWEN_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 DIGITS = {"type": "Digits", "individual_digits": True}
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # types of tokens
@@ -95,7 +93,8 @@ PRE_TOKENIZERS = {
 
 
 class GGUFFile:
-    """A GGUF file, with the methods of a folder in Hugging Face's format.
+    """A GGUF file, with the methods of a folder in Hugging Face's format. Those that read raise ValueError if the package
+    gguf is missing, or the file is damaged, something else, a part of a model, or of a kind that isn't known.
 
     where: its path, which errors name.
     """
@@ -104,17 +103,136 @@ class GGUFFile:
         self.path = path
         self.where = str(path)
 
+    @property
+    def reader(self) -> Any:
+        """A gguf.GGUFReader of the file as it is now."""
+        status = regular_file(self.path).stat()
+        return reader_of(self.path, status.st_mtime_ns, status.st_size)
+
+    def content(self, key: str) -> Any:
+        """Return what the file holds at a key."""
+        try:
+            return self.reader.fields[key].contents()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{self.where}: {key} isn't UTF-8") from error
+
+    def value(self, key: str, kind: type, default: Any = None) -> Any:
+        """Return the value of a key. Raises ValueError if it is of another type."""
+        if key not in self.reader.fields:
+            return default
+        return check_fields({key: self.content(key)}, self.where, **{key: kind})[key]
+
+    def values(self, key: str, kind: type) -> list[Any]:
+        """Return the list at a key, [] if there is none. Raises ValueError if it is no list of elements of one type."""
+        content = self.value(key, list, [])
+        for element in content:
+            if type(element) is not kind:
+                check_fields({key: element}, self.where, **{key: kind})
+        return content
+
+    def token_ids(self, *names: str) -> dict[str, int]:
+        """Return the tokens that have these roles, by the name of the role, without those that the file doesn't name."""
+        ids = {name: self.value(f"tokenizer.ggml.{name}_token_id", int) for name in names}
+        return {name: token for name, token in ids.items() if token is not None}
+
     def config(self) -> dict[str, Any]:
-        """Return what the model's config.json would hold."""
-        return read_gguf_config(self.path)
+        """Return what the model's config.json would hold. Raises ValueError if our models can't represent the file's."""
+        where = self.where
+        architecture = self.value("general.architecture", str)
+        check_choice(where, "general.architecture", architecture, ARCHITECTURES)
+        prefix = f"{architecture}."
+        given = {}
+        for key in self.reader.fields:
+            if key.startswith(prefix):
+                given[key.removeprefix(prefix)] = self.content(key)
+        content = {name: given[key] for name, key in FIELDS.items() if key in given}
+        tensors = {tensor.name: tensor for tensor in self.reader.tensors}
+        ends = self.token_ids("eos", "eot", "eom")  # of a text, of a turn, of a message
+        content |= {
+            "model_type": architecture,
+            "vocab_size": len(self.values("tokenizer.ggml.tokens", str)),
+            "tie_word_embeddings": "output.weight" not in tensors,
+            "use_sliding_window": bool(content.get("sliding_window")),
+            "eos_token_id": [*dict.fromkeys(ends.values())],
+        }
+        check_fields(content, where, num_attention_heads=int, hidden_size=int)
+        heads, width = content["num_attention_heads"], content["hidden_size"]
+        if heads < 1:
+            raise ValueError(f"{where}: the number of heads must be at least 1, got {heads}")
+        content = {"head_dim": width // heads, "rope_theta": 10_000.0} | content
+        head_dim = content["head_dim"]
+        supported = SUPPORTED | {
+            "attention.value_length": head_dim,
+            "rope.dimension_count": head_dim,
+        }
+        check_keys(given, (*FIELDS.values(), *supported, *HARMLESS), where)
+        for key, only in supported.items():
+            if key in given:
+                check_choice(where, prefix + key, given[key], [only])
+        if "rope_freqs.weight" in tensors:
+            check_fields(content, where, rope_theta=float, head_dim=int)
+            divisors = dequantized(tensors["rope_freqs.weight"]).float()
+            content["rope_parameters"] = llama3_scaling(divisors, content, where)
+        return content
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors by the names of a safetensors file: quantized ones in float32."""
-        return read_gguf_tensors(self.path)
+        """Return the tensors by the names of a safetensors file, quantized ones in float32. In a Llama's file the rows of
+        q and k are in the order of another rotation, which pairs neighbours; here they get the usual order back.
+
+        Raises ValueError if a tensor is unknown, or damaged."""
+        config, tensors, heads = self.config(), {}, {}
+        if config["model_type"] == "llama":
+            n_head = config["num_attention_heads"]
+            heads = {"attn_q": n_head, "attn_k": config.get("num_key_value_heads") or n_head}
+        for tensor in self.reader.tensors:
+            if tensor.name == "rope_freqs.weight":
+                continue
+            match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", tensor.name)
+            if not match or match[2] not in TENSOR_NAMES:
+                raise ValueError(f"{self.where}: {tensor.name!r} is a tensor that isn't known")
+            layer, part, kind = match.groups()
+            try:
+                numbers = dequantized(tensor)
+            except (ValueError, NotImplementedError) as error:
+                raise ValueError(f"{self.where}: {tensor.name} can't be read: {error}") from error
+            if part in heads and len(numbers) == heads[part] * config["head_dim"]:
+                pairs = numbers.unflatten(0, (heads[part], -1, 2))  # (heads, D / 2, 2, ...)
+                numbers = pairs.transpose(1, 2).flatten(0, 2)
+            prefix = "" if layer is None else f"layers.{layer}."
+            tensors[f"{prefix}{TENSOR_NAMES[part]}.{kind}"] = numbers
+        return tensors
 
     def tokenizer(self) -> LibraryTokenizer:
-        """Return the tokenizer, with the form of the model's questions."""
-        tokenizer = read_gguf_tokenizer(self.path)
+        """Return the byte-level BPE, with the form of the model's questions. Raises ValueError if it is of another kind,
+        or cuts text in a way that isn't known."""
+        kind = self.value("tokenizer.ggml.model", str)
+        check_choice(self.where, "tokenizer.ggml.model", kind, ["gpt2"])
+        pre = self.value("tokenizer.ggml.pre", str)
+        check_choice(self.where, "tokenizer.ggml.pre", pre, [*PRE_TOKENIZERS])
+        texts = self.values("tokenizer.ggml.tokens", str)
+        types = self.values("tokenizer.ggml.token_type", int)
+        if len(texts) != len(types):
+            raise ValueError(f"{self.where} has {len(texts)} tokens, but types of {len(types)}")
+        # Tokens of other types, such as rows that pad, are never written.
+        vocabulary = {}
+        added = {}
+        for i, (text, token_type) in enumerate(zip(texts, types, strict=True)):
+            if token_type in (NORMAL, CONTROL, USER_DEFINED):
+                vocabulary[text] = i
+            if token_type in (CONTROL, USER_DEFINED):
+                added[text] = token_type == CONTROL
+        merges = self.values("tokenizer.ggml.merges", str)
+        is_llama3 = pre == "llama-bpe"
+        model = {"vocab": vocabulary, "merges": merges, "ignore_merges": is_llama3}
+        named = self.token_ids("bos", "eos")
+        adds_first = self.value("tokenizer.ggml.add_bos_token", bool, is_llama3)
+        first = named.get("bos") if adds_first else None
+        normalizer = {"type": "NFC"} if pre == "qwen2" else None
+        tokenizer = byte_level_bpe(model, added, self.path, PRE_TOKENIZERS[pre], normalizer, first)
+        tokenizer.chat_template = self.value("tokenizer.chat_template", str)
+        tokenizer.named_tokens = {
+            f"{name}_token": texts[i] for name, i in named.items() if i in range(len(texts))
+        }
         tokenizer.end_ids = end_tokens(tokenizer, self.path, self.config(), {})
         return tokenizer
 
@@ -136,15 +254,9 @@ def find_smollm2() -> Path:
     return files[0]
 
 
-def read_gguf(path: Path) -> Any:
-    """Return a gguf.GGUFReader of a file. Raises ValueError if the package is missing, or the file is
-    damaged, something else, or a part of a model."""
-    status = regular_file(path).stat()
-    return reader_of(path, status.st_mtime_ns, status.st_size)
-
-
 @lru_cache(maxsize=1)  # a second or more for a large vocabulary
 def reader_of(path: Path, *_: int) -> Any:
+    """Return a gguf.GGUFReader of a file, or raise ValueError as the methods of GGUFFile do."""
     try:
         import gguf
     except ImportError as error:
@@ -167,109 +279,32 @@ def reader_of(path: Path, *_: int) -> Any:
         raise ValueError(f"{path} is cut off, or not a GGUF file") from error
     if reader.byte_order != "I":
         raise ValueError(f"{path} is for processors of another byte order")
-    end = 0
-    for tensor in reader.tensors:
-        if tensor.data_offset < end:
-            raise ValueError(f"{path}: {tensor.name} overlaps the tensor before it")
-        end = tensor.data_offset + tensor.n_bytes
-    parts = value(reader, "split.count", int, 1)
-    if parts > 1:
+    parts = reader.fields["split.count"].contents() if "split.count" in reader.fields else 1
+    if parts != 1:
         raise ValueError(f"{path} is one of {parts} parts: join them with llama-gguf-split --merge")
     return reader
 
 
-def value(reader: Any, key: str, kind: type = object, default: Any = None) -> Any:
-    """Return the value of a key in a GGUF file. Raises ValueError if it is of another type."""
-    if key not in reader.fields:
-        return default
-    where = reader.data.filename
-    try:
-        content = reader.fields[key].contents()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: {key} isn't UTF-8") from error
-    if kind not in (object, type(content)):
-        raise ValueError(
-            f"{where}: {key} must be of type {kind.__name__}, got {short_repr(content)}"
-        )
-    return content
-
-
-def values(reader: Any, key: str, kind: type) -> list[Any]:
-    """Return the list at a key in a GGUF file, [] if there is none. Raises ValueError if it is no list of elements of
-    one type."""
-    content = value(reader, key, list, [])
-    for element in content:
-        if type(element) is not kind:
-            raise ValueError(
-                f"{reader.data.filename}: {key} must be of type {kind.__name__}, got {short_repr(element)}"
-            )
-    return content
-
-
-def read_gguf_config(path: Path) -> dict[str, Any]:
-    """Return what the model's config.json would hold. Raises ValueError if our models can't represent the file's."""
-    reader = read_gguf(path)
-    architecture = value(reader, "general.architecture", str)
-    if architecture not in ARCHITECTURES:
-        known = " or ".join(ARCHITECTURES)
-        raise ValueError(f"{path}: the architecture is {architecture!r}, and only {known} is known")
-    prefix = f"{architecture}."
-    given = {}
-    for key in reader.fields:
-        if key.startswith(prefix):
-            given[key.removeprefix(prefix)] = value(reader, key)
-    content = {name: given[key] for name, key in FIELDS.items() if key in given}
-    tensors = {tensor.name for tensor in reader.tensors}
-    content |= {
-        "model_type": architecture,
-        "vocab_size": len(values(reader, "tokenizer.ggml.tokens", str)),
-        "tie_word_embeddings": "output.weight" not in tensors,
-        "use_sliding_window": bool(content.get("sliding_window")),
-        "eos_token_id": end_ids(reader),
-    }
-    check_fields(content, str(path), num_attention_heads=int, hidden_size=int)
-    heads, width = content["num_attention_heads"], content["hidden_size"]
-    if heads < 1:
-        raise ValueError(f"{path}: the number of heads must be at least 1, got {heads}")
-    head_dim = content.setdefault("head_dim", width // heads)
-    supported = SUPPORTED | {
-        "attention.value_length": head_dim,
-        "rope.dimension_count": head_dim,
-    }
-    check_keys(given, (*FIELDS.values(), *supported, *HARMLESS), str(path))
-    for key, only in supported.items():
-        if key in given:
-            check_choice(str(path), prefix + key, given[key], [only])
-    content.setdefault("rope_theta", 10_000.0)
-    if "rope_freqs.weight" in tensors:
-        check_fields(content, str(path), rope_theta=float, head_dim=int)
-        content["rope_parameters"] = llama3_scaling(reader, content, path)
-    return content
-
-
-def llama3_scaling(reader: Any, content: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the rope_parameters whose scaling the file holds as a divisor for each pair of numbers. Raises ValueError
-    if they are none of LLAMA3_SCALINGS."""
-    tensor = next(t for t in reader.tensors if t.name == "rope_freqs.weight")
-    divisors = dequantized(tensor).float()
+def llama3_scaling(divisors: Tensor, content: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the rope_parameters whose scaling a file holds as a divisor for each pair of numbers. Raises ValueError if
+    they are other than those of LLAMA3_SCALING and a whole factor."""
     theta, head_dim = content["rope_theta"], content["head_dim"]
-    if head_dim != 2 * divisors.numel():
+    if divisors.dim() != 1 or not 0 < head_dim == 2 * len(divisors):
         raise ValueError(
-            f"{path}: rope_freqs.weight has {divisors.numel()} numbers, and a head {head_dim}: half as many are needed"
+            f"{where}: rope_freqs.weight has {divisors.numel()} numbers, and a head {head_dim}: half as many are needed"
         )
-    speed = theta ** (-torch.arange(0, head_dim, 2).float() / head_dim)  # (D / 2,)
-    for factor, low, high, n_ctx in LLAMA3_SCALINGS:
-        fast = ((n_ctx * speed / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
-        expected = 1 / (fast + (1 - fast) / factor)
-        if divisors.shape == expected.shape and torch.allclose(divisors, expected, rtol=1e-3):
-            return {
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": low,
-                "high_freq_factor": high,
-                "original_max_position_embeddings": n_ctx,
-            }
-    raise ValueError(f"{path}: rope_freqs.weight isn't Llama 3.1's or 3.2's, and no other is known")
+    factor, low, high, n_ctx = float(divisors.max().round()), *LLAMA3_SCALING
+    rounds = n_ctx * theta ** (-torch.arange(0, head_dim, 2).float() / head_dim) / (2 * math.pi)
+    fast = ((rounds - low) / (high - low)).clamp(0, 1)
+    if not torch.allclose(divisors, 1 / (fast + (1 - fast) / factor), rtol=1e-3):
+        raise ValueError(f"{where}: rope_freqs.weight isn't as Llama 3's, and no other is known")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": n_ctx,
+    }
 
 
 def dequantized(tensor: Any) -> Tensor:
@@ -281,77 +316,3 @@ def dequantized(tensor: Any) -> Tensor:
     if tensor.data.dtype != np.uint8:
         return torch.from_numpy(tensor.data)
     return torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
-
-
-def read_gguf_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors by the names of a safetensors file. In a Llama's file the rows of q and k are in the order of
-    another rotation, which pairs neighbours; here they get the usual order back.
-
-    Raises ValueError if a tensor is unknown, or damaged."""
-    config, tensors = read_gguf_config(path), {}
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config.get("num_key_value_heads")}
-    for tensor in read_gguf(path).tensors:
-        if tensor.name == "rope_freqs.weight":
-            continue
-        match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", tensor.name)
-        if not match or match[2] not in TENSOR_NAMES:
-            raise ValueError(f"{path}: {tensor.name!r} is a tensor that isn't known")
-        layer, part, kind = match.groups()
-        try:
-            numbers = dequantized(tensor)
-        except (ValueError, NotImplementedError) as error:
-            raise ValueError(f"{path}: {tensor.name} can't be read: {error}") from error
-        if config["model_type"] == "llama" and part in heads:
-            n_head = heads[part] or config["num_attention_heads"]
-            if len(numbers) == n_head * config["head_dim"]:  # else its shape is refused later
-                pairs = numbers.unflatten(0, (n_head, -1, 2))  # (heads, D / 2, 2, ...)
-                numbers = pairs.transpose(1, 2).flatten(0, 2)
-        prefix = "" if layer is None else f"layers.{layer}."
-        tensors[f"{prefix}{TENSOR_NAMES[part]}.{kind}"] = numbers
-    return tensors
-
-
-def end_ids(reader: Any) -> list[int]:
-    """Return the tokens that end a text: of a text, of a turn, of a message."""
-    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-    return [*dict.fromkeys(value(reader, key, int) for key in keys if key in reader.fields)]
-
-
-def read_gguf_tokenizer(path: Path) -> LibraryTokenizer:
-    """Return the byte-level BPE of a GGUF file, with the form of its questions. Raises ValueError if it is of another
-    kind, or cuts text in a way that isn't known."""
-    reader = read_gguf(path)
-    kind = value(reader, "tokenizer.ggml.model", str)
-    pre = value(reader, "tokenizer.ggml.pre", str)
-    if kind != "gpt2":
-        raise ValueError(
-            f"{path}: tokenizer.ggml.model is {kind!r}, and only 'gpt2' (BPE) is supported"
-        )
-    if pre not in PRE_TOKENIZERS:
-        known = " or ".join(map(repr, PRE_TOKENIZERS))
-        raise ValueError(f"{path}: tokenizer.ggml.pre is {pre!r}, and only {known} is supported")
-    texts = values(reader, "tokenizer.ggml.tokens", str)
-    types = values(reader, "tokenizer.ggml.token_type", int)
-    if len(texts) != len(types):
-        raise ValueError(f"{path} has {len(texts)} tokens, but types of {len(types)}")
-    # Tokens of other types, such as rows that pad, are never written.
-    vocabulary = {}
-    added = {}
-    for i, (text, token_type) in enumerate(zip(texts, types, strict=True)):
-        if token_type in (NORMAL, CONTROL, USER_DEFINED):
-            vocabulary[text] = i
-        if token_type in (CONTROL, USER_DEFINED):
-            added[text] = token_type == CONTROL
-    merges = values(reader, "tokenizer.ggml.merges", str)
-    model = {"vocab": vocabulary, "merges": merges, "ignore_merges": pre == "llama-bpe"}
-    first = value(reader, "tokenizer.ggml.bos_token_id", int)
-    if not value(reader, "tokenizer.ggml.add_bos_token", bool, pre == "llama-bpe"):
-        first = None
-    normalizer = {"type": "NFC"} if pre == "qwen2" else None
-    tokenizer = byte_level_bpe(model, added, path, PRE_TOKENIZERS[pre], normalizer, first)
-    tokenizer.chat_template = value(reader, "tokenizer.chat_template", str)
-    ids = {name: value(reader, f"tokenizer.ggml.{name}_token_id", int) for name in ("bos", "eos")}
-    tokenizer.named_tokens = {
-        f"{name}_token": texts[i] for name, i in ids.items() if i in range(len(texts))
-    }
-    return tokenizer

@@ -98,7 +98,7 @@ def advice_on_name(name: str) -> str:
     advice = [f"did you mean {near}?" for near in difflib.get_close_matches(name, known, 1)]
     if re.fullmatch(r"[\w-]+/[\w.-]+", name):  # as a hub's names are
         advice.append(
-            "if it is a GPT-2, Llama, Mistral, Qwen2, Qwen3 or Gemma 3, download it and give the folder;"
+            "if it is a GPT-2, Llama, Mistral, Qwen2, Qwen3 or Gemma 3 (270M or 1B), download it and give the folder;"
         )
     if not advice:
         advice.append(

@@ -18,7 +18,6 @@ number format, the number of threads and the processor:
 Weights exist once, with their names and shapes.
 """
 
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from support.conditions import processor_name
+from support.timing import time_call
 
 # Up to so many rows outputs are divided; more keep all threads busy in any case. For a small matrix it takes longer.
 MOST_ROWS = 128
@@ -201,10 +201,9 @@ def is_faster(dtype: torch.dtype, device: torch.device | str) -> bool:
 def seconds_of(weight: Tensor, rows: int) -> float:
     """Return the least time of a few products of so many rows with a weight (out, in)."""
     x = torch.ones(rows, weight.size(1), device=weight.device, dtype=weight.dtype)
-    seconds = []
+
+    def product() -> float:
+        return float(multiply(x, weight.t())[0, 0])  # which waits for a GPU
+
     with without_onednn() if rows == 1 else nullcontext():
-        for _ in range(TRIES):
-            started = time.perf_counter()
-            float(multiply(x, weight.t())[0, 0])  # which waits for a GPU
-            seconds.append(time.perf_counter() - started)
-    return min(seconds)
+        return min(time_call(product)[0] for _ in range(TRIES))

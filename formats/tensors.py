@@ -4,7 +4,6 @@ import math
 import re
 import warnings
 from collections import Counter
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +68,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise ValueError(f"{path} holds something else than named tensors")
-        is_plain = (
-            tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_nested
-        )
-        # An expanded tensor repeats a few numbers, and may claim to have any number of them.
-        if not is_plain or tensor.nbytes > tensor.untyped_storage().nbytes():
-            raise ValueError(f"{path}: {name} is sparse, nested, expanded or without numbers")
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            raise ValueError(f"{path}: {name} is sparse, or without numbers")
     return tensors
 
 
@@ -88,29 +83,6 @@ def drop_head(tensors: dict[str, Tensor], where: str) -> None:
         raise ValueError(
             f"lm_head.weight of {where} differs from {name}, but this model shares the two"
         )
-
-
-def check_sizes(config: Any, tensors: dict[str, Tensor], where: str) -> None:
-    """Raise ValueError if a size in a config, which was read from `where`, is larger than the tensors
-    allow.
-
-    This is checked before a model is made: one with a wrong size could take all memory, or take
-    forever.
-    """
-    longest = max((side for tensor in tensors.values() for side in tensor.shape), default=0)
-    for field in fields(config):
-        name, size = field.name, getattr(config, field.name)
-        limit, meaning = longest, "longest side of any tensor"
-        if name == "n_layer":
-            limit, meaning = len(tensors), "number of tensors"
-        if name in ("n_ctx", "window") and rotary_settings(config):
-            continue  # no tensor has a row for each position
-        if size == field.default:
-            continue  # of a part that the model may not have
-        if type(size) is int and size > limit:
-            raise ValueError(
-                f"{where}: {name} is {size}, but the {meaning} in the weights is {limit}"
-            )
 
 
 def check_tensors(tensors: dict[str, Tensor], model: nn.Module, where: str) -> None:

@@ -160,17 +160,6 @@ class LibraryTokenizer(Tokenizer):
             raise ValueError(f"the model has no embedding for the token {token!r}")
         return ids
 
-    def begin_with(self, token: int) -> None:
-        """Put a token before every whole text."""
-        from tokenizers.processors import TemplateProcessing
-
-        known = token in range(self.n_vocab)
-        name = self.library.id_to_token(token) if known else None
-        if name is None:
-            raise ValueError(f"texts begin with token {token}, of a vocabulary of {self.n_vocab}")
-        first = {"id": "first", "ids": [token], "tokens": [name]}  # a name may look like a template
-        self.library.post_processor = TemplateProcessing(single="first $A", special_tokens=[first])
-
     def encode_ordinary(self, text: str) -> list[int]:
         return self.encode(text)
 
@@ -284,7 +273,7 @@ def byte_level_bpe(
 ) -> LibraryTokenizer:
     """Return a byte-level BPE. model: its vocabulary and merges; added: names of tokens that are found as a whole, and
     whether each is a control token; pre_tokenizer, normalizer: as in a tokenizer.json; first: the token that begins
-    every text, if there is one. Raises ValueError as LibraryTokenizer does."""
+    every text, if there is one. Raises ValueError if that isn't known, and as LibraryTokenizer does."""
     for merge in model["merges"]:  # one without a token makes the library panic
         if merge.replace(" ", "", 1) not in model["vocab"]:
             raise ValueError(f"{path} is no tokenizer: no token is what {short_repr(merge)} makes")
@@ -303,7 +292,16 @@ def byte_level_bpe(
     }
     tokenizer = LibraryTokenizer(json.dumps(content), path)
     if first is not None:
-        tokenizer.begin_with(first)
+        from tokenizers.processors import TemplateProcessing
+
+        name = {token: text for text, token in model["vocab"].items()}.get(first)
+        if name is None:
+            raise ValueError(
+                f"texts begin with token {first}, of a vocabulary of {tokenizer.n_vocab}"
+            )
+        special = {"id": "first", "ids": [first], "tokens": [name]}  # a name may look like "$A"
+        post_processor = TemplateProcessing(single="first $A", special_tokens=[special])
+        tokenizer.library.post_processor = post_processor
     return tokenizer
 
 

@@ -177,7 +177,6 @@ LLAMA = LlamaRecipe(  # as many parameters, but for a few hundred; a third as ma
     TEACHER.documents,
 )
 MEMORY = {"slots": 24, "recent": 8}
-PAPER_MEMORY = {"rule": "sum", "slots": 32, "recent": 0}  # BCT as in its paper
 
 
 def phases_of(steps: int, lr: float, answers: float) -> tuple[Phase, ...]:
@@ -211,7 +210,8 @@ RECIPES = {  # by the name of the folder in pocket
     "teacher": TEACHER,
     "llama": LLAMA,
     "bct": Distillation(with_memory(**MEMORY), BCT_PHASES),
-    "bct-sum": Distillation(with_memory(**PAPER_MEMORY), BCT_PHASES),  # isn't shipped
+    # BCT as in its paper; this one isn't shipped
+    "bct-sum": Distillation(with_memory(rule="sum", slots=32, recent=0), BCT_PHASES),
     "student": STUDENT,
     "student-alone": replace(STUDENT, mode="alone"),
     "student-prompt": replace(STUDENT, mode="prompt"),

@@ -133,10 +133,10 @@ def start_llama_as_copier(model: Llama) -> None:
 
 
 @torch.no_grad()
-def k_means(points: Tensor, k: int, generator: torch.Generator, rounds: int = 15) -> Tensor:
+def k_means(points: Tensor, k: int, generator: torch.Generator) -> Tensor:
     """Return k centres (k, D) of points (N, D) by Lloyd's algorithm; a centre that loses its points becomes another."""
     centres = points[torch.randperm(len(points), generator=generator)[:k]]
-    for _ in range(rounds):
+    for _ in range(15):
         nearest = torch.cdist(points, centres).argmin(dim=1)
         for i in range(k):
             members = points[nearest == i]

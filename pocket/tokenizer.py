@@ -4,6 +4,8 @@ import base64
 import json
 from pathlib import Path
 
+from tokenizers import ByteLevelBPETokenizer
+
 from formats.tokenizers import byte_characters
 from pocket import corpus
 from support.files import write_atomically
@@ -15,14 +17,8 @@ VOCABULARY = 1536  # 256 bytes, 1279 merges, <|endoftext|>
 def train_tokenizer(path: Path) -> None:
     """Train a byte-level BPE on documents of the corpus and write it as tiktoken ranks: base64 of the bytes, rank.
 
-    The 256 bytes come first, so any UTF-8 text has an encoding. Raises ValueError if the package
-    tokenizers isn't installed.
+    The 256 bytes come first, so any UTF-8 text has an encoding.
     """
-    try:
-        from tokenizers import ByteLevelBPETokenizer
-    except ImportError as error:
-        raise ValueError("training a tokenizer needs `pip install tokenizers`") from error
-
     tokenizer = ByteLevelBPETokenizer()  # it cuts texts by GPT-2's pattern
     texts = (document.text for document in corpus.documents("train", 20_000))
     tokenizer.train_from_iterator(texts, VOCABULARY - 1, min_frequency=0, show_progress=False)

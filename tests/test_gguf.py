@@ -150,7 +150,10 @@ def test_a_text_ends_with_any_end_and_padding_is_no_token(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"general.architecture": "gemma3"}, "architecture is 'gemma3', and only llama or qwen2"),
+        (
+            {"general.architecture": "gemma3"},
+            "architecture is 'gemma3', and only 'llama' or 'qwen2'",
+        ),
         ({"llama.attention.sliding_window": 16}, "sliding_window is 16, and must be null or"),
         ({"llama.attention.value_length": 8}, "value_length is 8, and only 12"),
         ({"llama.rope.dimension_count": 6}, "dimension_count is 6, and only 12"),

@@ -151,6 +151,11 @@ def test_scripts_write_verify_or_name_their_reader(tmp_path: Path) -> None:
             "only full_attention may",
         ),
         ("Gemma3", {"layer_types": ["full_attention"]}, "for each of 3 layers"),
+        (
+            "Gemma3",
+            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 8.0}},
+            "'factor' isn't known of type 'default'",
+        ),
         ("Gemma3", {"sliding_window": None}, "layer_types is 'sliding_attention'"),
         ("Youtu", {"v_head_dim": 8}, "v_head_dim is 8, and only 16"),
         ("Youtu", {"rope_scaling": {"rope_type": "yarn", "factor": 40}}, "rope_type is 'yarn'"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from formats.chat import FIXED_FORMS
+from formats.chat import FIXED_TEMPLATES, template_form
 from gpt_kv_cache import GPT, KVCache, generate
 from load_gpt2_weights import load_tokenizer
 from overfill import POLICIES, Periodic, Policy, RefreshedPair
@@ -182,7 +182,7 @@ def test_questions_are_cut_and_stand_in_the_models_own_form(tmp_path: Path) -> N
     questions = [f"Why is {word} so?" for word in ("a", "b c d e f g", "h", "i", "j")]
     (tmp_path / "q.csv").write_text("prompt\n" + "\n".join(questions))
     made = refreshing.load_prompts("a folder", tokenizer, str(tmp_path / "q.csv"), 9, 99)
-    form = FIXED_FORMS["<|start_header_id|>"].question
+    form = template_form(FIXED_TEMPLATES["<|start_header_id|>"], {}).first
     first = tokenizer.encode(form.format(questions[0]), allowed_special="all")
     assert made["valid"][0].tolist() == first  # the shortest is whole
     long = tokenizer.decode(made["test"][0].tolist())
