@@ -76,6 +76,7 @@ from studies.projection.ways import (
     VALIDATION_PROMPTS,
     Pairs,
     Prompt,
+    Prompts,
     Size,
     Trial,
     Way,
@@ -99,7 +100,7 @@ from support.timing import run_in_turns, time_call
 GOOD_LIMIT = 0.05  # the source's upper limit of KL in nats, and of the rise of perplexity
 RETRIEVED_WAYS = ("written", "proposed", "proposed-true", "own", "raw-8:1")
 RETRIEVED_WAYS += ("hidden", "neighbour", "none", *OUR_LAYOUTS)
-GIVEN_WAYS = ("written", "proposed", *RAW_LAYOUTS, "rule", "learned")
+GIVEN_WAYS = ("written", "proposed", *RAW_LAYOUTS, "learned")
 FIT_PROMPTS, TIMED_PROMPTS = 75, 16
 # Ways by other numbers of summary tokens than the proposal's 8. As written, they take a quarter of an
 # hour for each of pocket's kinds, so these are left out but for one.
@@ -116,7 +117,7 @@ LIBRARY_SIZE = 1000  # stored prompts, for the time of retrieval
 
 
 def add_metrics(
-    rows: Results, way: str, setting: dict, prompts: Sequence[Prompt], **metrics: Sequence
+    rows: Results, way: str, setting: dict, prompts: Prompts, **metrics: Sequence
 ) -> None:
     """Append metrics of a way, one value for each prompt. n counts families, and intervals are over
     them, since paraphrases aren't independent; a share's is between 0 and 1, and at least as wide as
@@ -192,11 +193,12 @@ def first_token_metrics(
         warm_cache = cache_of_summary(model, start, layout.tail_position(len(prompt.ids)))
         logits = logits_after(model, prompt.ids[-layout.tail :], warm_cache.clone())
     exact, logits = prompt.logits.double(), logits.cpu().double()
-    forward, reverse = float(kl(exact, logits)), float(kl(logits, exact))
-    metrics = {"kl": forward, "reverse": reverse, "low": forward <= GOOD_LIMIT}
+    nats = float(kl(exact, logits))
+    metrics = {"kl": nats, "low": nats <= GOOD_LIMIT}
     if not worth:
         return metrics
-    metrics["good"] = min(forward, reverse) <= GOOD_LIMIT
+    metrics["reverse"] = float(kl(logits, exact))
+    metrics["good"] = min(nats, metrics["reverse"]) <= GOOD_LIMIT
     if layout:
         exact_cache = prefilled_cache(model, prompt.ids[:-1])
         rise = continuation_loss(trial, prompt, warm_cache, layout.tail)
@@ -228,8 +230,6 @@ def measure_ways(
     for name in rows.ways_due(names, "kl", **setting):
         way = trial.ways[name]
         covered = [pair for pair in pairs if way.covers(*pair)]
-        if way.alone:
-            covered = [(prompt, prompt) for prompt, _ in covered]
         if not covered:
             continue
         prompts, sources = zip(*covered, strict=True)
@@ -247,12 +247,12 @@ def measure_ways(
 
 
 def time_in_turns(
-    starts: Mapping[str, Callable[[Any], Any]], prompts: Sequence[Any], turns: int
+    starts: Mapping[str, Callable], prompts: Sequence[Any], turns: int
 ) -> dict[str, np.ndarray]:
     """Return the milliseconds (prompts, turns) until each start has its logits; the starts take
     turns."""
 
-    def milliseconds(start: Callable[[Any], Any], prompt: Any, turn: int) -> float:
+    def milliseconds(start: Callable, prompt: Any, turn: int) -> float:
         seconds, _ = time_call(lambda: int(start(prompt)[-1].max()))  # waits for the device
         return 1e3 * seconds
 
@@ -275,19 +275,20 @@ def start_function(trial: Trial, name: str) -> Callable[[Prompt], Tensor]:
         if trial.ways[name].layout:
             return lambda prompt: first_logits(model, library, prompt.text, prompt.ids)
         return lambda prompt: starts([stored[library.nearest(prompt.text)[0]]])[0]
+    if name == "cold":
+        return lambda prompt: logits_after(model, prompt.ids)
+    length = len(trial.shared_ids) if name == "shared" else -1  # hit: all but the last token
 
     def start_from_exact_cache(prompt: Prompt) -> Tensor:
-        lengths = {"cold": 0, "shared": len(trial.shared_ids), "hit": len(prompt.ids) - 1}
-        length = lengths[name]
-        kv = prompt.kv[..., :length, :].to(model.wte.weight)
-        cache = KVCache([layer[:, None] for layer in kv], torch.arange(length, device=kv.device))
-        return logits_after(model, prompt.ids[length:], cache if length else None)
+        kv = prompt.kv[..., :length, :].to(model.wte.weight)  # (L, 2, H, n, D)
+        pos = torch.arange(kv.size(-2), device=kv.device)
+        return logits_after(model, prompt.ids[length:], KVCache([*kv[:, :, None]], pos))
 
     return start_from_exact_cache
 
 
 def measure_times(
-    rows: Results, trial: Trial, names: Iterable[str], prompts: list[Prompt], turns: int
+    rows: Results, trial: Trial, names: Iterable[str], prompts: Prompts, turns: int
 ) -> None:
     """Append the share of the time to the first token that ways save; they and cold starts take
     turns."""
@@ -297,13 +298,13 @@ def measure_times(
         return
     prompts = prompts[:: max(1, len(prompts) // TIMED_PROMPTS)][:TIMED_PROMPTS]
     starts = {name: start_function(trial, name) for name in ("cold", *names)}
-    milliseconds = time_in_turns(starts, prompts, turns)
+    times = time_in_turns(starts, prompts, turns)
     for name in names:
-        saved_shares = 1 - np.median(milliseconds[name], 1) / np.median(milliseconds["cold"], 1)
-        add_metrics(rows, name, setting, prompts, saved=saved_shares)
+        saved = 1 - np.median(times[name], 1) / np.median(times["cold"], 1)
+        add_metrics(rows, name, setting, prompts, saved=saved)
 
 
-def measure_eighth_token(rows: Results, trial: Trial, prompts: list[Prompt], turns: int) -> None:
+def measure_eighth_token(rows: Results, trial: Trial, prompts: Prompts, turns: int) -> None:
     """Append the time to the eighth token: cold, with the exact cache as soon as it is ready, and
     with the exact cache from the second token on; and how many of the eight are the summary's."""
     setting, model = {"kind": trial.kind}, trial.model
@@ -336,8 +337,8 @@ def measure_eighth_token(rows: Results, trial: Trial, prompts: list[Prompt], tur
 def measure_lengths(rows: Results, turns: int) -> None:
     """Append the share of a cold start's time to the first token that summary tokens save at GPT-2
     124M's size, retrieval included, by the length of the prompt: as stored, and mapped at every
-    start, as proposed. Retrieval is timed by itself: an encoder of all-MiniLM-L6-v2's geometry, and
-    reading the summary tokens from the disk. Weights are random, since times don't depend on them."""
+    start, as proposed. Retrieval is an encoder of all-MiniLM-L6-v2's geometry, a search, and reading the
+    summary tokens from the disk. Weights are random, since times don't depend on them."""
     setting = {"model": "124M"}
     if not rows.ways_due(["mapped", "stored"], "saved", **setting, tokens=LENGTHS[-1]):
         return
@@ -347,30 +348,24 @@ def measure_lengths(rows: Results, turns: int) -> None:
     config, embeddings = model.config, torch.randn(LIBRARY_SIZE, MINILM_CONFIG.n_embd)
     summaries = torch.zeros(2, config.n_layer, 2, config.n_head, PROPOSED.m, config.head_dim)
     stage_2 = Projector(summaries, summaries, penalty=1.0)
-
-    def from_summary(ids: list[int], summary: Tensor) -> Tensor:
-        return logits_after(model, ids[-1:], cache_of_summary(model, summary, len(ids) - 1))
-
+    prompts = [torch.randint(config.vocab_size, (T,)).tolist() for T in LENGTHS]
     with tempfile.NamedTemporaryFile() as file:
-        torch.save(summaries[0].clone(), file.name)
+        torch.save(summaries[:1].clone(), file.name)
 
-        def retrieval(ids: list[int]) -> Tensor:
+        def warm(ids: list[int], mapped: bool) -> Tensor:
             logits_after(encoder, [0] * min(len(ids), MINILM_CONFIG.n_ctx))
             int((embeddings @ embeddings[0]).argmax())
-            return torch.load(file.name, weights_only=True)
+            (summary,) = torch.load(file.name, weights_only=True)
+            if mapped:
+                (summary,) = stage_2(summary[None])
+            return logits_after(model, ids[-1:], cache_of_summary(model, summary, len(ids) - 1))
 
-        starts = {
-            "cold": partial(logits_after, model),
-            "stored": lambda ids: from_summary(ids, summaries[0]),
-            "mapped": lambda ids: from_summary(ids, stage_2(summaries[:1])[0]),
-            "retrieval": retrieval,
-        }
-        prompts = [torch.randint(config.vocab_size, (T,)).tolist() for T in LENGTHS]
+        starts = {way: partial(warm, mapped=way == "mapped") for way in ("mapped", "stored")}
+        starts["cold"] = partial(logits_after, model)
         times = time_in_turns(starts, prompts, turns)  # (lengths, turns) each
     for way in ("mapped", "stored"):
-        shares = 1 - (times[way] + times["retrieval"]) / times["cold"]
-        for T, of_length in zip(LENGTHS, shares, strict=True):
-            rows.add_values(way, setting | {"tokens": T}, saved=of_length)
+        for T, saved in zip(LENGTHS, 1 - times[way] / times["cold"], strict=True):
+            rows.add_values(way, setting | {"tokens": T}, saved=saved)
 
 
 # --- The study --------------------------------------------------------------------------------------
@@ -390,12 +385,17 @@ def measure_kind(rows: Results, trial: Trial, turns: int) -> float:
     unrelated = [pair for pair in ranked if pair[1] is not pair[0].relative]
     fitted = [(prompt, prompt) for prompt in trial.stage_1_prompts[:FIT_PROMPTS]]
     measure_ways(rows, trial, RETRIEVED_WAYS, similar, worth=True)
-    measure_ways(rows, trial, GIVEN_WAYS, trial.related_pairs("test"), on="given")
-    measure_ways(rows, trial, ["stage1-written"], fitted, on="fit")
-    measure_ways(rows, trial, ["proposed"], ranked[:third], on="highest")
-    measure_ways(rows, trial, ["proposed"], ranked[-third:], on="lowest")
-    measure_ways(rows, trial, ["proposed"], ranked[: len(ranked) // 2], on="top50")
-    measure_ways(rows, trial, OUR_LAYOUTS, unrelated, on="another")
+    related = trial.related_pairs("test")
+    for on, names, pairs in (
+        ("given", GIVEN_WAYS, related),
+        ("given", ["rule"], [(prompt, prompt) for prompt, _ in related]),
+        ("fit", ["stage1-written"], fitted),
+        ("highest", ["proposed"], ranked[:third]),
+        ("lowest", ["proposed"], ranked[-third:]),
+        ("top50", ["proposed"], ranked[: len(ranked) // 2]),
+        ("another", OUR_LAYOUTS, unrelated),
+    ):
+        measure_ways(rows, trial, names, pairs, on=on)
     names = ["hit", *(name for name in RETRIEVED_WAYS if name in trial.ways)]
     if trial.shared_ids:
         names.append("shared")
@@ -403,9 +403,8 @@ def measure_kind(rows: Results, trial: Trial, turns: int) -> float:
     measure_times(rows, trial, names, prompts, turns)
     measure_eighth_token(rows, trial, prompts, turns)
     if "written" in trial.ways and rows.ways_due(["stage1-written"], "penalty", **setting):
-        trial.fitted("stage1-written")
-        penalty = trial.penalties["stage1-written"]
-        rows.add_values("stage1-written", setting, penalty=[penalty])
+        penalty = [trial.fitted("stage1-written").penalty]
+        rows.add_values("stage1-written", setting, penalty=penalty)
     return tau
 
 
@@ -432,7 +431,7 @@ def measure_steps(rows: Results, trial: Trial) -> None:
         if rows.ways_due([name], "error", **setting, on="given"):
             compressor = Compressor(fitted, PROPOSED.m, penalty, trial.longest - 1, steps)
             for on, prompts in (("fit", fitted), ("given", asked)):
-                error = [relative_error(compressor, prompts)]
+                error = [float(relative_error(compressor, prompts))]
                 rows.add_figures(name, setting | {"on": on}, len(prompts), error=error)
 
 

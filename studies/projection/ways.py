@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import permutations
 from random import Random
 from typing import Any, NamedTuple
@@ -110,23 +111,23 @@ class Prompt(Prefill):
     relative: Prompt | None
 
 
+Prompts = Sequence[Prompt]
 Pairs = Sequence[tuple[Prompt, Prompt]]  # prompts, each with the one that it starts from
+Found = dict[tuple[Prompt, Prompt], float]  # how similar a prompt is to the stored one found for it
 # What is stored of N prompts: a cache for all of a new prompt but its tail (N, L, 2, H, m, D), or
 # logits (N, V).
-Starts = Callable[[Sequence[Prompt]], Sequence[Tensor]]
+Starts = Callable[[Prompts], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
 class Way:
     """How to get a first token. layout: of summary tokens, None if logits are stored; fit: fits the way
     of this name on a trial's training prompts; stage_1: the way whose summary tokens stage 2 maps;
-    alone: whether a prompt starts from itself, not from a similar one; most: the most tokens of a
-    prompt, if limited."""
+    most: the most tokens of a prompt, if limited."""
 
     layout: Layout | None
-    fit: Callable[[Trial, str, Layout], Starts]
+    fit: Callable[..., Starts]
     stage_1: str = ""
-    alone: bool = False
     most: int | None = None
 
     def covers(self, *prompts: Prompt) -> bool:
@@ -250,7 +251,7 @@ class Trial:
         options = {"match_names": self.match_names, "shared_chars": self.shared_chars} | options
         return Library(self.model, layout, self.encoder, texts, summaries, **options)
 
-    def retrieve(self, split: str, relatives: bool = True) -> dict[tuple[Prompt, Prompt], float]:
+    def retrieve(self, split: str, relatives: bool = True) -> Found:
         """Look up every prompt of a split in its library, or in one without any prompt's
         relatives. Return by prompt and nearest stored prompt how similar they are, but for prompts for
         which the library holds none of the same names."""
@@ -278,11 +279,12 @@ class Trial:
             "neighbour": Way(None, unfitted(lambda prompt: prompt.logits)),
             "none": Way(Layout(1), unfitted(lambda prompt: prompt.kv[..., :0, :])),
             # The complete exact cache, in the place of summary tokens:
-            "rule": Way(PROPOSED, unfitted(cache_before_last), alone=True),
+            "rule": Way(PROPOSED, unfitted(cache_before_last)),
         }
-        if map_bytes(self.model, self.longest - 1, PROPOSED.m) <= MAX_MAP_BYTES:
-            most = self.longest
-            ways["stage1-written"] = Way(PROPOSED, fit_compressor, alone=True, most=most)
+        most, config = self.longest, self.model.config
+        numbers = kv_heads(config) * (2 * config.head_dim) ** 2 * (most - 1) * PROPOSED.m
+        if 4 * config.n_layer * numbers <= MAX_MAP_BYTES:
+            ways["stage1-written"] = Way(PROPOSED, fit_compressor, most=most)
             ways["written"] = Way(PROPOSED, fit_both_stages, "stage1-written", most=most)
         for name, layout in (RAW_LAYOUTS | OUR_LAYOUTS).items():
             if layout.m + layout.tail <= self.shortest:
@@ -313,25 +315,25 @@ class Trial:
         name: str,
         items: Sequence,
         families: Sequence[str],
-        fit: Callable[[Sequence, float], Any],
-        error: Callable[[Any, Sequence], float],
+        fit: Callable,
+        error: Callable,
         penalties: Sequence[float],
     ) -> Any:
-        """Return what fit(items, penalty) returns, with the penalty that has the least error(fitted,
-        items) on held-out families. families: of the first items, or of all."""
+        """Return what fit(items, penalty=...) returns, with the penalty that has the least mean
+        error(fitted, items) on held-out families. families: of the first items, or of all."""
 
         def error_on_others(train: Tensor, test: Tensor, penalty: float) -> float:
-            fitted = fit([items[i] for i in train], penalty)
-            return error(fitted, [items[i] for i in test])
+            fitted = fit([items[i] for i in train], penalty=penalty)
+            return float(error(fitted, [items[i] for i in test])) * len(test)
 
         if self.proposal:
             self.proposal.fitted(name)  # which chooses the penalty
         else:
             self.penalties[name] = cross_validate(error_on_others, families, penalties)
-        return fit(items, self.penalties[name])
+        return fit(items, penalty=self.penalties[name])
 
 
-def families_of(prompts: Sequence[Prompt]) -> list[str]:
+def families_of(prompts: Prompts) -> list[str]:
     """Return the family of each prompt."""
     return [prompt.family for prompt in prompts]
 
@@ -344,7 +346,7 @@ def unfitted(stored: Callable[[Prompt], Tensor]) -> Callable[..., Starts]:
 # --- What is fitted -------------------------------------------------------------------------------
 
 
-def readings(stage_1: Starts, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
+def readings(stage_1: Starts, prompts: Prompts) -> tuple[Tensor, Tensor]:
     """Return what the last queries of N prompts read from their summary tokens, and from their exact
     caches, (N, L, H, R, D) each. Stage 1 minimises the squared difference."""
     from_summary, exact = [], []
@@ -355,50 +357,33 @@ def readings(stage_1: Starts, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor
     return torch.stack(from_summary), torch.stack(exact)
 
 
-def mean_error(stage_1: Starts, prompts: Sequence[Prompt]) -> float:
-    """Return the mean squared error of readings, times the number of prompts."""
+def mean_error(stage_1: Starts, prompts: Prompts) -> Tensor:
+    """Return the mean squared error of readings."""
     from_summary, exact = readings(stage_1, prompts)
-    return float((from_summary - exact).square().mean() * len(prompts))
+    return (from_summary - exact).square().mean()
 
 
-def relative_error(stage_1: Starts, prompts: Sequence[Prompt]) -> float:
+def relative_error(stage_1: Starts, prompts: Prompts) -> Tensor:
     """Return the squared error of readings as a share of the exact ones' square, summed over layers and
     heads."""
     from_summary, exact = readings(stage_1, prompts)
-    error, square = (x.square().mean((0, -2, -1)) for x in (from_summary - exact, exact))  # (L, H)
-    return float((error / square).sum())
-
-
-def map_bytes(model: GPT, T: int, m: int) -> int:
-    """Return the bytes of stage 1's map from T tokens to m summary tokens, for all heads."""
-    config = model.config
-    heads = config.n_layer * kv_heads(config)
-    return 4 * heads * (2 * config.head_dim) ** 2 * T * m
+    error = (from_summary - exact).square().mean((0, -2, -1))  # (L, H)
+    return (error / exact.square().mean((0, -2, -1))).sum()
 
 
 def fit_compressor(trial: Trial, name: str, layout: Layout) -> Compressor:
     """Fit stage 1 as written. It can take gigabytes."""
     prompts, size = trial.stage_1_prompts, trial.size
-
-    def fit(prompts: Sequence[Prompt], penalty: float) -> Compressor:
-        return Compressor(prompts, layout.m, penalty, trial.longest - 1, size.stage_1_steps)
-
-    def error(stage_1: Compressor, prompts: Sequence[Prompt]) -> float:
-        return relative_error(stage_1, prompts) * len(prompts)
-
+    fit = partial(Compressor, m=layout.m, T=trial.longest - 1, steps=size.stage_1_steps)
     families = families_of(prompts[:VALIDATION_PROMPTS])
-    return trial.best_fit(name, prompts, families, fit, error, size.loss_penalties)
+    return trial.best_fit(name, prompts, families, fit, relative_error, size.loss_penalties)
 
 
 def fit_segment_map(trial: Trial, name: str, layout: Layout) -> SegmentMap:
     """Fit the smaller stage 1, one map from the means of segments."""
-    prompts = trial.stage_1_prompts
-
-    def fit(prompts: Sequence[Prompt], penalty: float) -> SegmentMap:
-        return SegmentMap(prompts, layout, penalty)
-
-    families = families_of(prompts)
-    return trial.best_fit(name, prompts, families, fit, mean_error, trial.size.penalties)
+    prompts, fit = trial.stage_1_prompts, partial(SegmentMap, layout=layout)
+    families, penalties = families_of(prompts), trial.size.penalties
+    return trial.best_fit(name, prompts, families, fit, mean_error, penalties)
 
 
 class BothStages(NamedTuple):
@@ -408,30 +393,28 @@ class BothStages(NamedTuple):
     stage_1: Starts
     stage_2: Projector
 
-    def __call__(self, prompts: Sequence[Prompt]) -> Tensor:
+    def __call__(self, prompts: Prompts) -> Tensor:
         return self.stage_2(self.stage_1(prompts))
 
 
 def fit_both_stages(trial: Trial, name: str, layout: Layout) -> BothStages:
     """Fit stage 2, the map between similar prompts, after the stage 1 of a way."""
     stage_1 = trial.fitted(trial.ways[name].stage_1)
-    summary_of = dict(zip(trial.train, stage_1(trial.train), strict=True))
+    summaries = stage_1(trial.train)  # (N, L, 2, H, m, D)
+    number_of = {prompt: i for i, prompt in enumerate(trial.train)}
+    sources, targets = (
+        summaries[[number_of[prompt] for prompt in side]] for side in zip(*trial.pairs, strict=True)
+    )
 
-    def summaries(pairs: Pairs) -> list[Tensor]:
-        """Return the summary tokens of sources and of targets (N, L, 2, H, m, D)."""
-        sides = zip(*pairs, strict=True)
-        return [torch.stack([summary_of[prompt] for prompt in side]) for side in sides]
+    def fit(pairs: list[int], penalty: float) -> Projector:
+        return Projector(sources[pairs], targets[pairs], penalty)
 
-    def fit(pairs: Pairs, penalty: float) -> Projector:
-        return Projector(*summaries(pairs), penalty)
-
-    def error(stage_2: Projector, pairs: Pairs) -> float:
-        sources, targets = summaries(pairs)
-        return float((stage_2(sources) - targets).square().mean() * len(pairs))
+    def error(stage_2: Projector, pairs: list[int]) -> Tensor:
+        return (stage_2(sources[pairs]) - targets[pairs]).square().mean()
 
     families = [source.family for source, _ in trial.pairs]
-    penalties = trial.size.penalties
-    return BothStages(stage_1, trial.best_fit(name, trial.pairs, families, fit, error, penalties))
+    pairs, penalties = [*range(len(families))], trial.size.penalties
+    return BothStages(stage_1, trial.best_fit(name, pairs, families, fit, error, penalties))
 
 
 def fit_own(trial: Trial, name: str, layout: Layout) -> Starts:
@@ -441,7 +424,7 @@ def fit_own(trial: Trial, name: str, layout: Layout) -> Starts:
     prompts = prompts[: max(4, BANK_QUERIES // layout.tail)]
     bank = torch.cat([tail_queries(prompt, layout.tail) for prompt in prompts], 2)
 
-    def own(prompts: Sequence[Prompt]) -> Tensor:
+    def own(prompts: Prompts) -> Tensor:
         return torch.stack([summarize(measure_segments(x, layout, bank)) for x in prompts])
 
     return own
@@ -482,7 +465,7 @@ def fit_hidden_map(trial: Trial, name: str, layout: Layout) -> Starts:
     )
     weight = ridge(source - source.mean(0), target - target.mean(0), 0.1)
 
-    def logits(prompts: Sequence[Prompt]) -> Tensor:
+    def logits(prompts: Prompts) -> Tensor:
         hidden = torch.stack([prompt.hidden for prompt in prompts]).double()
         mapped = (hidden - source.mean(0)) @ weight + target.mean(0)
         return trial.model.head(mapped.to(trial.model.wte.weight)[None])[0]
