@@ -137,8 +137,8 @@ def test_times_stand_beside_those_that_the_cost_model_predicts(rows, teacher, st
                 refresh.seconds = seconds
     rows.add_figures("none", at, 1, total=[1.0])
     add_predicted_times(texts, pairs)
-    found = rows.figure("periodic:4", "time", **at, by="formula").value
-    assert found == pytest.approx((1.0 + 4 * 0.01) / 1.0)
+    found = [rows.figure(way, "time", **at, by="formula").value for way in ("periodic:4", "none")]
+    assert found == [pytest.approx((1.0 + 4 * 0.01) / 1.0), 1.0]
     before = [rows.find("none", name, **at) for name in ("time", "tps", "total")]
     # Measured later: OverFill's stay.
     add_times(texts, ["none", "periodic:4", "windowed:8:2"], 2, 2)

@@ -7,7 +7,7 @@ Shapes as in projector.py: L layers, H heads, D head size, T tokens, m summary t
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ from projector import (
 from support.regression import ridge, solve_penalised
 
 
-@dataclass
-class Segments:
+class Segments(NamedTuple):
     """The segments of a prompt as stage 1 sees them. Keys and queries are relative to the first token fed: a GPT-2's
     stay as they are, a Llama's are rotated back by that token's position."""
 
@@ -98,12 +97,10 @@ class SegmentMap:
     def __init__(self, prompts: Sequence[Prefill], layout: Layout, penalty: float) -> None:
         self.layout = layout
         segments = [measure_segments(prompt, layout) for prompt in prompts]
-        pooled = torch.stack([x.pooled for x in segments]).double()  # (N, L, 2, H, m, D)
-        q = torch.cat([x.q for x in segments], 2).double()  # (L, H, N R, D)
-        mass = torch.cat([x.mass for x in segments], 2).double()
-        output = torch.cat([x.out for x in segments], 2).double()
+        pooled, *of_queries, (R, *_) = zip(*segments, strict=True)
+        pooled = torch.stack(pooled).double()  # (N, L, 2, H, m, D)
+        q, mass, output = (torch.cat(x, 2).double() for x in of_queries)  # (L, H, N R, D, m or D)
         q = q / math.sqrt(q.size(-1))
-        R = segments[0].n_own
         x = vectors_by_head(pooled)  # (L, H, N, F)
         self.mean, self.scale = x.mean(-2, keepdim=True), x.std(-2, keepdim=True).clamp(min=1e-6)
         x = self.features(x).repeat_interleave(R, 2)  # (L, H, N R, 1 + F)

@@ -36,7 +36,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -249,20 +248,17 @@ def measure_ways(
 def time_in_turns(
     starts: Mapping[str, Callable], prompts: Sequence[Any], turns: int
 ) -> dict[str, np.ndarray]:
-    """Return the milliseconds (prompts, turns) until each start has its logits; the starts take
-    turns."""
+    """Return the milliseconds (turns, prompts) until each start has its logits; the starts take
+    turns at each prompt."""
 
-    def milliseconds(start: Callable, prompt: Any, turn: int) -> float:
+    def milliseconds(start: Callable, turn: int) -> float:
+        prompt = prompts[turn % len(prompts)]
         seconds, _ = time_call(lambda: int(start(prompt)[-1].max()))  # waits for the device
         return 1e3 * seconds
 
-    runs = {
-        (name, i): partial(milliseconds, start, prompt)
-        for i, prompt in enumerate(prompts)
-        for name, start in starts.items()
-    }
-    times = run_in_turns(runs, turns)
-    return {name: np.array([times[name, i] for i in range(len(prompts))]) for name in starts}
+    runs = {name: partial(milliseconds, start) for name, start in starts.items()}
+    times = run_in_turns(runs, turns * len(prompts))
+    return {name: np.reshape(x, (turns, len(prompts))) for name, x in times.items()}
 
 
 def start_function(trial: Trial, name: str) -> Callable[[Prompt], Tensor]:
@@ -300,7 +296,7 @@ def measure_times(
     starts = {name: start_function(trial, name) for name in ("cold", *names)}
     times = time_in_turns(starts, prompts, turns)
     for name in names:
-        saved = 1 - np.median(times[name], 1) / np.median(times["cold"], 1)
+        saved = 1 - np.median(times[name], 0) / np.median(times["cold"], 0)
         add_metrics(rows, name, setting, prompts, saved=saved)
 
 
@@ -330,8 +326,8 @@ def measure_eighth_token(rows: Results, trial: Trial, prompts: Prompts, turns: i
     ways["second-exact"] = partial(warm, until_ready=False)
     milliseconds = time_in_turns(ways, prompts[: TIMED_PROMPTS // 2], turns)
     for name, times in milliseconds.items():
-        rows.add_values(name, setting, eighth_ms=np.median(times, 1))
-    rows.add_values("until-ready", setting, from_summary=[mean(counts)])
+        rows.add_values(name, setting, eighth_ms=np.median(times, 0))
+    rows.add_values("until-ready", setting, from_summary=[np.mean(counts)])
 
 
 def measure_lengths(rows: Results, turns: int) -> None:
@@ -362,9 +358,10 @@ def measure_lengths(rows: Results, turns: int) -> None:
 
         starts = {way: partial(warm, mapped=way == "mapped") for way in ("mapped", "stored")}
         starts["cold"] = partial(logits_after, model)
-        times = time_in_turns(starts, prompts, turns)  # (lengths, turns) each
+        times = time_in_turns(starts, prompts, turns)  # (turns, lengths) each
     for way in ("mapped", "stored"):
-        for T, saved in zip(LENGTHS, 1 - times[way] / times["cold"], strict=True):
+        saved_by_turn = 1 - times[way] / times["cold"]
+        for T, saved in zip(LENGTHS, saved_by_turn.T, strict=True):
             rows.add_values(way, setting | {"tokens": T}, saved=saved)
 
 
@@ -393,7 +390,7 @@ def measure_kind(rows: Results, trial: Trial, turns: int) -> float:
         ("highest", ["proposed"], ranked[:third]),
         ("lowest", ["proposed"], ranked[-third:]),
         ("top50", ["proposed"], ranked[: len(ranked) // 2]),
-        ("another", OUR_LAYOUTS, unrelated),
+        ("another", ["raw-1:16"], unrelated),
     ):
         measure_ways(rows, trial, names, pairs, on=on)
     names = ["hit", *(name for name in RETRIEVED_WAYS if name in trial.ways)]

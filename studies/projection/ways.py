@@ -8,6 +8,7 @@ one of them needs is fitted when it is first used, and kept.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -56,7 +57,7 @@ OUR_LAYOUTS = {"raw-1:16": Layout(1, 16), "raw-8:4": Layout(8, 4), "raw-32:64": 
 MAX_MAP_BYTES = 4_000_000_000  # bytes of stage 1's map
 LEARNING_RATE, BATCH_SIZE = 0.05, 64  # with which Adam learns summary tokens for all prompts
 
-POCKET_KINDS: dict[str, Callable[[str], list[list[corpus.Question]]]] = {
+POCKET_KINDS = {  # the families of a split
     # facts that the model knows, after four or twenty questions that all prompts begin with
     "quiz": corpus.quiz_families,
     "long-quiz": lambda split: corpus.quiz_families(split, HEADER_QUESTIONS),
@@ -123,16 +124,16 @@ Starts = Callable[[Prompts], Sequence[Tensor]]
 class Way:
     """How to get a first token. layout: of summary tokens, None if logits are stored; fit: fits the way
     of this name on a trial's training prompts; stage_1: the way whose summary tokens stage 2 maps;
-    most: the most tokens of a prompt, if limited."""
+    most: the most tokens of a prompt."""
 
     layout: Layout | None
     fit: Callable[..., Starts]
     stage_1: str = ""
-    most: int | None = None
+    most: float = math.inf
 
     def covers(self, *prompts: Prompt) -> bool:
         """Return whether prompts are short enough."""
-        return self.most is None or max(len(prompt.ids) for prompt in prompts) <= self.most
+        return max(len(prompt.ids) for prompt in prompts) <= self.most
 
 
 # --- The prompts, and the ways to start from them ----------------------------------------------------
@@ -180,7 +181,7 @@ class Trial:
             return generator.sample(items, min(most, len(items)))
 
         pairs = [pair for family in self.prompts["train"] for pair in permutations(family, 2)]
-        self.pairs: Pairs = choose(pairs, MAX_PAIRS)  # source, target
+        self.pairs = choose(pairs, MAX_PAIRS)  # source, target
         self.stage_1_prompts = choose(self.train, STAGE_1_PROMPTS)
         self.bank_prompts = choose(self.train, BANK_PROMPTS)
         self.fits: dict[str, Starts] = {}  # by way
@@ -189,9 +190,9 @@ class Trial:
     def read_families(self, split: str, families: list[Family]) -> list[list[Prompt]]:
         """Return families of prompts with their exact passes, without prompts too short for the
         proposal. Every fifth family has no stored prompt."""
-        kept_families: list[list[Prompt]] = []
+        kept_families = []
         for family in families:
-            kept: list[Prompt] = []
+            kept = []
             number = len(kept_families)
             for text, answer in family:
                 ids = self.tokenizer.encode(text, allowed_special="all")
@@ -216,7 +217,7 @@ class Trial:
             return self.tokenizer.encode(f" {answer}\n", allowed_special="all")[:FOLLOWING_TOKENS]
         stop_ids = end_tokens_of(self.tokenizer)
         tokens = generate(self.model, self.batch_of(ids), FOLLOWING_TOKENS, stop_ids=stop_ids)
-        return [int(token) for token in tokens]
+        return [*map(int, tokens)]
 
     def batch_of(self, ids: list[int]) -> Tensor:
         """Return tokens as the model takes them, (1, T)."""
@@ -236,11 +237,8 @@ class Trial:
     def stored_prompts(self, split: str, relatives: bool = True) -> list[Prompt]:
         """Return the prompts stored when a split is asked: one of each training family and, with
         relatives, one of each of the split's own families that has any stored."""
-        stored = [family[0] for family in self.prompts["train"]]
-        if relatives:
-            own = [family[1].relative for family in self.prompts[split] if family[1].relative]
-            stored = own + stored
-        return stored
+        own = dict.fromkeys(relative for _, relative in self.related_pairs(split))
+        return [*(own if relatives else ()), *(family[0] for family in self.prompts["train"])]
 
     def library(self, name: str, stored: list[Prompt], **options: Any) -> Library:
         """Return the library of stored prompts, with a way's summary tokens, if it has any."""

@@ -380,14 +380,14 @@ def add_times(
 
 
 def add_predicted_times(texts: Texts, pairs: dict[str, list[RefreshedPair]]) -> None:
-    """Append the time of every way with refreshes by the source's cost model, in units of OverFill's,
+    """Append the time of every pair by the source's cost model, in units of OverFill's,
     the prompt's prefill included: N / TPS + the sum of prefill(k_r), the student's decoding and the
     teacher's passes over k_r tokens each. prefill(k) is the line through the times of refreshes: the
     teacher's pass over k tokens, the splice, and the student's query after it.
 
     Source: section "Why is it cheap?".
     """
-    seconds: dict[int, list[float]] = {}  # by tokens read
+    seconds = {}  # of refreshes, by tokens read
     for pair in itertools.chain(*pairs.values()):
         for refresh in pair.refreshes:
             seconds.setdefault(refresh.tokens_read, []).append(refresh.seconds)
@@ -396,10 +396,11 @@ def add_predicted_times(texts: Texts, pairs: dict[str, list[RefreshedPair]]) -> 
     line = np.polyfit([*seconds], [*map(np.median, seconds.values())], 1)
     overfill_seconds = texts.rows.figure("none", "total", **texts.setting).value
     for way, of_turns in pairs.items():
+        if way in texts.models:  # which have no refreshes
+            continue
         reads = [[refresh.tokens_read for refresh in pair.refreshes] for pair in of_turns]
-        if any(reads):  # the teacher's own texts have no refreshes
-            predicted = [1 + np.polyval(line, read).sum() / overfill_seconds for read in reads]
-            texts.rows.add_values(way, texts.setting | {"by": "formula"}, time=predicted)
+        predicted = [1 + np.polyval(line, read).sum() / overfill_seconds for read in reads]
+        texts.rows.add_values(way, texts.setting | {"by": "formula"}, time=predicted)
 
 
 # --- The study --------------------------------------------------------------------------------------
