@@ -146,7 +146,10 @@ def choose_tau(trial: Trial) -> tuple[float, float | None]:
     right, wrong = [], []
     for relatives in (True, False):
         for (prompt, nearest), similarity in trial.retrieve("valid", relatives).items():
-            (right if nearest is prompt.relative else wrong).append(similarity)
+            if nearest is prompt.relative:
+                right.append(similarity)
+            else:
+                wrong.append(similarity)
     if not right:
         return math.inf, None
     if not wrong:
@@ -345,13 +348,14 @@ def measure_lengths(rows: Results, turns: int) -> None:
     summaries = torch.zeros(2, config.n_layer, 2, config.n_head, PROPOSED.m, config.head_dim)
     stage_2 = Projector(summaries, summaries, penalty=1.0)
     prompts = [torch.randint(config.vocab_size, (T,)).tolist() for T in LENGTHS]
-    with tempfile.NamedTemporaryFile() as file:
-        torch.save(summaries[:1].clone(), file.name)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "summary.pt"
+        torch.save(summaries[:1].clone(), path)
 
         def warm(ids: list[int], mapped: bool) -> Tensor:
             logits_after(encoder, [0] * min(len(ids), MINILM_CONFIG.n_ctx))
             int((embeddings @ embeddings[0]).argmax())
-            (summary,) = torch.load(file.name, weights_only=True)
+            (summary,) = torch.load(path, weights_only=True)
             if mapped:
                 (summary,) = stage_2(summary[None])
             return logits_after(model, ids[-1:], cache_of_summary(model, summary, len(ids) - 1))

@@ -200,8 +200,15 @@ class Trial:
                     exact = vars(projector.prefill(self.model, ids))
                     follows = self.text_after(ids, answer)
                     relative = kept[0] if kept and number % 5 else None
-                    details = (f"{split}/{number}", text, answer, follows, relative)
-                    kept.append(Prompt(*exact.values(), *details))
+                    prompt = Prompt(
+                        **exact,
+                        family=f"{split}/{number}",
+                        text=text,
+                        answer=answer,
+                        follows=follows,
+                        relative=relative,
+                    )
+                    kept.append(prompt)
             if len(kept) > 1:
                 kept_families.append(kept)
         if len(kept_families) < 3:
@@ -237,8 +244,11 @@ class Trial:
     def stored_prompts(self, split: str, relatives: bool = True) -> list[Prompt]:
         """Return the prompts stored when a split is asked: one of each training family and, with
         relatives, one of each of the split's own families that has any stored."""
-        own = dict.fromkeys(relative for _, relative in self.related_pairs(split))
-        return [*(own if relatives else ()), *(family[0] for family in self.prompts["train"])]
+        stored = [family[0] for family in self.prompts["train"]]
+        if relatives:
+            own = dict.fromkeys(relative for _, relative in self.related_pairs(split))
+            stored = [*own, *stored]
+        return stored
 
     def library(self, name: str, stored: list[Prompt], **options: Any) -> Library:
         """Return the library of stored prompts, with a way's summary tokens, if it has any."""
@@ -274,12 +284,13 @@ class Trial:
             "own": Way(TRUE_POSITIONS, fit_both_stages, "raw-8:1"),
             "learned": Way(PROPOSED, fit_shared_by_all),
             "hidden": Way(None, fit_hidden_map),
-            "neighbour": Way(None, unfitted(lambda prompt: prompt.logits)),
-            "none": Way(Layout(1), unfitted(lambda prompt: prompt.kv[..., :0, :])),
+            "neighbour": Way(None, partial(without_fit, lambda prompt: prompt.logits)),
+            "none": Way(Layout(1), partial(without_fit, lambda prompt: prompt.kv[..., :0, :])),
             # The complete exact cache, in the place of summary tokens:
-            "rule": Way(PROPOSED, unfitted(cache_before_last)),
+            "rule": Way(PROPOSED, partial(without_fit, cache_before_last)),
         }
         most, config = self.longest, self.model.config
+        # Of stage 1 as written, for each layer:
         numbers = kv_heads(config) * (2 * config.head_dim) ** 2 * (most - 1) * PROPOSED.m
         if 4 * config.n_layer * numbers <= MAX_MAP_BYTES:
             ways["stage1-written"] = Way(PROPOSED, fit_compressor, most=most)
@@ -336,9 +347,9 @@ def families_of(prompts: Prompts) -> list[str]:
     return [prompt.family for prompt in prompts]
 
 
-def unfitted(stored: Callable[[Prompt], Tensor]) -> Callable[..., Starts]:
-    """Return the fit of a way that needs none: what it stores of a prompt."""
-    return lambda *_: lambda prompts: [stored(prompt) for prompt in prompts]
+def without_fit(stored: Callable[[Prompt], Tensor], *_: Any) -> Starts:
+    """Return what a way stores of prompts that needs no fit, by what it stores of one."""
+    return lambda prompts: [stored(prompt) for prompt in prompts]
 
 
 # --- What is fitted -------------------------------------------------------------------------------
