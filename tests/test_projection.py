@@ -161,7 +161,7 @@ def test_nothing_is_fitted_on_what_is_tested(trial: Trial, monkeypatch: pytest.M
         trial, "asked_prompts", lambda split: (asked.append(split), prompts(split))[1]
     )
     tau, area = projection.choose_tau(trial)
-    assert asked == ["valid", "valid"] and 0 < tau <= 1.0001 and area > 0.5
+    assert {*asked} == {"valid"} and 0 < tau <= 1.0001 and area > 0.5
 
 
 @pytest.mark.slow
