@@ -188,7 +188,7 @@ def test_penalties_are_chosen_by_family_and_have_the_least_error(
     of_stage_1 = [p.family for p in trial.stage_1_prompts]
     of_pairs = [p.family for p, _ in fresh.pairs]
     assert grouped == [of_stage_1, of_pairs, of_stage_1, of_pairs, families]
-    assert fewer.fitted("proposed").stage_1.penalty == 1.0
+    assert fewer.fitted("stage1-written").penalty == 1.0
 
 
 def write_pairs(path: Path, families: int) -> Path:
