@@ -1,5 +1,6 @@
 """studies/refreshing/study.py: gates meet their budgets, figures are those of the texts, and the recorded rows."""
 
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -125,18 +126,17 @@ def test_the_error_of_the_cache_falls_to_the_refreshed_part(rows, teacher, stude
 
 def test_times_stand_beside_those_that_the_cost_model_predicts(rows, teacher, student) -> None:
     texts = texts_of(rows, teacher, student, prompts(2), 20)
-    pairs = add_times(texts, ["teacher", "none", "periodic:4", "speculative:8"], 2, 2)
+    refreshes = add_times(texts, ["teacher", "none", "periodic:4", "speculative:8"], 2, 2)
     at = texts.setting
     assert rows.figure("none", "time", **at).value == 1
-    counts = {way: [len(pair.refreshes) for pair in of_turns] for way, of_turns in pairs.items()}
+    counts = {way: [len(text) for text in of_turns] for way, of_turns in refreshes.items()}
     none = [0, 0]
     assert counts == {"teacher": none, "none": none, "periodic:4": [4, 4], "speculative:8": [2, 2]}
     for way, seconds in (("periodic:4", 0.01), ("speculative:8", 0.02)):
-        for pair in pairs[way]:
-            for refresh in pair.refreshes:
-                refresh.seconds = seconds
+        for refresh in itertools.chain(*refreshes[way]):
+            refresh.seconds = seconds
     rows.add_figures("none", at, 1, total=[1.0])
-    add_predicted_times(texts, pairs)
+    add_predicted_times(texts, refreshes)
     found = [rows.figure(way, "time", **at, by="formula").value for way in ("periodic:4", "none")]
     assert found == [pytest.approx((1.0 + 4 * 0.01) / 1.0), 1.0]
     before = [rows.find("none", name, **at) for name in ("time", "tps", "total")]

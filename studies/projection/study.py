@@ -260,8 +260,9 @@ def time_in_turns(
         return 1e3 * seconds
 
     runs = {name: partial(milliseconds, start) for name, start in starts.items()}
-    times = run_in_turns(runs, turns * len(prompts))
-    return {name: np.reshape(x, (turns, len(prompts))) for name, x in times.items()}
+    # The first turn at each prompt is a warm-up.
+    times = run_in_turns(runs, (1 + turns) * len(prompts), warm_up=False)
+    return {name: np.reshape(x, (-1, len(prompts)))[1:] for name, x in times.items()}
 
 
 def start_function(trial: Trial, name: str) -> Callable[[Prompt], Tensor]:

@@ -56,6 +56,7 @@ from overfill import (
     MonteCarloDropout,
     Policy,
     ProbeKL,
+    Refresh,
     RefreshedPair,
     generate_refreshed,
     parse_policy,
@@ -300,10 +301,13 @@ def add_signal_areas(texts: Texts) -> None:
     """Append the area under the ROC curve, by text, with which entropy and U(t) tell the tenth of
     all tokens with the largest KL(teacher || student) from the others."""
     gates = {"entropy": Entropy(math.inf), "dropout": MonteCarloDropout(math.inf)}
-    for way in texts.rows.ways_due(gates, "area", **texts.setting):
-        divergences = texts.gate_signals("test", ProbeKL(math.inf), "sampled").numpy()
+    due = texts.rows.ways_due(gates, "area", **texts.setting)
+    if not due:
+        return
+    divergences = texts.gate_signals("test", ProbeKL(math.inf), "sampled").numpy()
+    is_large = divergences >= np.quantile(divergences, 0.9)
+    for way in due:
         signals = texts.gate_signals("test", gates[way], "sampled").numpy()
-        is_large = divergences >= np.quantile(divergences, 0.9)
         areas = [
             area_under_roc(signal[large], signal[~large])
             for signal, large in zip(signals, is_large, strict=True)
@@ -346,25 +350,24 @@ def add_cache_errors(texts: Texts, ways: Sequence[str]) -> None:
 
 def add_times(
     texts: Texts, ways: Sequence[str], prompt_count: int, turns: int
-) -> dict[str, list[RefreshedPair]]:
+) -> dict[str, list[list[Refresh]]]:
     """Append the times of the ways that have none yet. The ways take turns with OverFill, which keeps
-    the rows that it has. Return, by way, the pair of each turn."""
+    the rows that it has. Return, by way, the refreshes of each turn's text."""
     rows, setting = texts.rows, texts.setting
     due = rows.ways_due(ways, "time", **setting)
 
-    def write_once(way: str, turn: int) -> tuple[TimedText, RefreshedPair]:
+    def write_once(way: str, turn: int) -> tuple[TimedText, list[Refresh]]:
         """Write one sampled text, after the prompt of this turn."""
         ids = texts.prompts["test"][turn % prompt_count][None]
         tokens, pair = texts.start_writing(way, ids, "sampled", seed=turn)
-        return time_text(lambda: tokens), pair
+        return time_text(lambda: tokens), pair.refreshes
 
     runs = {way: partial(write_once, way) for way in ("none", *due)} if due else {}
-    pairs, seconds = {}, {}
+    refreshes, seconds = {}, {}
     for way, of_turns in run_in_turns(runs, turns).items():
-        pairs[way] = [pair for _, pair in of_turns]
-        seconds[way] = np.array(
-            [text[1:] for text, _ in of_turns]
-        ).T  # to the first token, and to all
+        refreshes[way] = [of_turn for _, of_turn in of_turns]
+        # To the first token, and to the last:
+        seconds[way] = np.array([text[1:] for text, _ in of_turns]).T
     for way in due:
         first, total = seconds[way]
         rows.add_values(
@@ -376,10 +379,10 @@ def add_times(
             total=total,
             end_to_end=texts.new_tokens / total,
         )
-    return {way: pairs[way] for way in due}
+    return {way: refreshes[way] for way in due}
 
 
-def add_predicted_times(texts: Texts, pairs: dict[str, list[RefreshedPair]]) -> None:
+def add_predicted_times(texts: Texts, refreshes: dict[str, list[list[Refresh]]]) -> None:
     """Append the time of every pair by the source's cost model, in units of OverFill's,
     the prompt's prefill included: N / TPS + the sum of prefill(k_r), the student's decoding and the
     teacher's passes over k_r tokens each. prefill(k) is the line through the times of refreshes: the
@@ -388,17 +391,16 @@ def add_predicted_times(texts: Texts, pairs: dict[str, list[RefreshedPair]]) -> 
     Source: section "Why is it cheap?".
     """
     seconds = {}  # of refreshes, by tokens read
-    for pair in itertools.chain(*pairs.values()):
-        for refresh in pair.refreshes:
-            seconds.setdefault(refresh.tokens_read, []).append(refresh.seconds)
+    for refresh in itertools.chain(*itertools.chain(*refreshes.values())):
+        seconds.setdefault(refresh.tokens_read, []).append(refresh.seconds)
     if not seconds:
         return
     line = np.polyfit([*seconds], [*map(np.median, seconds.values())], 1)
     overfill_seconds = texts.rows.figure("none", "total", **texts.setting).value
-    for way, of_turns in pairs.items():
+    for way, of_turns in refreshes.items():
         if way in texts.models:  # which have no refreshes
             continue
-        reads = [[refresh.tokens_read for refresh in pair.refreshes] for pair in of_turns]
+        reads = [[refresh.tokens_read for refresh in of_turn] for of_turn in of_turns]
         predicted = [1 + np.polyval(line, read).sum() / overfill_seconds for read in reads]
         texts.rows.add_values(way, texts.setting | {"by": "formula"}, time=predicted)
 
