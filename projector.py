@@ -96,7 +96,7 @@ class Layout:
         return T - self.tail if self.true_positions else self.m
 
 
-@dataclass
+@dataclass(eq=False)  # one equals only itself
 class Prefill:
     """The record of an exact pass over a prompt: float32, on the CPU, where all fits are made."""
 

@@ -14,6 +14,7 @@ from llama_kv_cache import rotate, rotation
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from projector import (
+    Compressor,
     Layout,
     Prefill,
     attention_output,
@@ -23,17 +24,18 @@ from projector import (
 )
 from studies.judging import Figure
 from studies.projection import study as projection
+from studies.projection import ways
 from studies.projection.segments import SegmentMap, measure_segments, summarize
 from studies.projection.ways import (
     QUICK,
-    TRUE_POSITIONS,
-    Fits,
+    Starts,
     Trial,
-    Way,
     pocket_families,
+    relative_error,
 )
 from studies.results import Results
-from support.regression import PENALTIES
+from support import encoders
+from support.encoders import PairEncoder
 from support.texts import read_pairs
 from tests.helpers import ROOT, refused, start
 from tests.test_projector import MODELS, close, prompt
@@ -56,11 +58,11 @@ def trial() -> Trial:
     )
 
 
-def kl_of(trial: Trial, way: Way) -> float:
-    prompts = trial.stage_1_prompts[:8]
+def kl_of(trial: Trial, name: str, starts: Starts) -> float:
+    prompts, way = trial.stage_1_prompts[:8], trial.ways[name]
     found = [
         projection.first_token_metrics(trial, way, prompt, start, worth=False)
-        for prompt, start in zip(prompts, way.starts(prompts), strict=True)
+        for prompt, start in zip(prompts, starts(prompts), strict=True)
     ]
     return sum(metrics["kl"] for metrics in found) / 8
 
@@ -124,7 +126,7 @@ def test_the_map_of_segments_reads_better_than_segment_means_on_its_own_prompts(
     read = [prefill(model, prompt(30, seed=i)) for i in range(12)]
     prompts = [measure_segments(one, Layout(4)) for one in read]
     pooled = torch.stack([s.pooled for s in prompts])
-    mapped = SegmentMap(prompts, 1e-6)(prompts)
+    mapped = SegmentMap(read, Layout(4), 1e-6)(read)
     q, out = (torch.stack([getattr(s, name) for s in prompts]) for name in ("q", "out"))
 
     def errors(summaries: Tensor) -> Tensor:  # of each query that reads a head
@@ -132,8 +134,7 @@ def test_the_map_of_segments_reads_better_than_segment_means_on_its_own_prompts(
         return (got - out).square().mean((0, 1, 2, 4))
 
     assert (errors(mapped) < 0.05 * errors(pooled)).all()
-    close(SegmentMap(prompts, 1e9)(prompts), pooled, 1e-3)
-    assert SegmentMap.fit(prompts, [f"{i // 2}" for i in range(12)], PENALTIES).penalty in PENALTIES
+    close(SegmentMap(read, Layout(4), 1e9)(read), pooled, 1e-3)
 
 
 # --- What is fitted, and on what ----------------------------------------------------------------------
@@ -150,14 +151,44 @@ def test_nothing_is_fitted_on_what_is_tested(trial: Trial, monkeypatch: pytest.M
     stored = trial.stored_prompts("test")
     assert splits(stored) == {"test", "train"}
     assert splits(trial.stored_prompts("test", False)) == {"train"}
-    for query, relative in trial.queries("test"):
+    for query in trial.asked_prompts("test"):
+        relative = query.relative
         assert query.family.startswith("test") and query not in stored
         assert relative is None or (relative in stored and relative.family == query.family)
         assert (relative is None) == (int(query.family.split("/")[1]) % 5 == 0)
-    asked, queries = [], trial.queries
-    monkeypatch.setattr(trial, "queries", lambda split: (asked.append(split), queries(split))[1])
+    asked, prompts = [], trial.asked_prompts
+    monkeypatch.setattr(
+        trial, "asked_prompts", lambda split: (asked.append(split), prompts(split))[1]
+    )
     tau, area = projection.choose_tau(trial)
-    assert asked == ["valid", "valid"] and 0 < tau <= 1.0001 and area > 0.5
+    assert {*asked} == {"valid"} and 0 < tau <= 1.0001 and area > 0.5
+
+
+@pytest.mark.slow
+def test_penalties_are_chosen_by_family_and_have_the_least_error(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grouped: list[list[str]] = []
+    read = trial.stage_1_prompts[:3]
+    fitted, heavy = (Compressor(read, 3, penalty, steps=10) for penalty in (1e-5, 1e5))
+    assert 10 * relative_error(fitted, read) < relative_error(heavy, read)
+
+    def recording(error: object, groups: list[str], *_: object) -> float:
+        grouped.append([*groups])
+        return 1.0
+
+    for module in (ways, encoders):
+        monkeypatch.setattr(module, "cross_validate", recording)
+    fresh = replace(trial)
+    grouped.clear()
+    fewer = fresh.with_summary_tokens(4)  # with the penalties of the proposal's number
+    assert fewer.fitted("proposed") and fewer.fitted("stage1-written") and fresh.fitted("own")
+    families = [p.family for p in trial.train]
+    PairEncoder.fit(trial.tokenizer, [p.text for p in trial.train], families)
+    of_stage_1 = [p.family for p in trial.stage_1_prompts]
+    of_pairs = [p.family for p, _ in fresh.pairs]
+    assert grouped == [of_stage_1, of_pairs, of_stage_1, of_pairs, families]
+    assert fewer.fitted("stage1-written").penalty == 1.0
 
 
 def write_pairs(path: Path, families: int) -> Path:
@@ -188,31 +219,29 @@ def test_pairs_become_families_that_splits_do_not_share(tmp_path: Path) -> None:
 
 
 def test_the_position_rule_alone_is_exact_at_the_true_position(trial: Trial) -> None:
-    prompt, rule = trial.train[0], trial.ways["rule"]
-    there = replace(rule, layout=Layout(len(prompt.ids) - 1))
-    found = projection.first_token_metrics(trial, there, prompt, *rule.starts([prompt]), True)
+    prompt, starts = trial.train[0], trial.fitted("rule")
+    there = replace(trial.ways["rule"], layout=Layout(len(prompt.ids) - 1))
+    found = projection.first_token_metrics(trial, there, prompt, *starts([prompt]), True)
     assert found["kl"] < 1e-5 and found["good"]
     assert found["lost"] == 0
-    assert kl_of(trial, rule) > 0.01
+    assert kl_of(trial, "rule", starts) > 0.01
 
 
 def test_learned_summary_tokens_are_better_than_their_start(trial: Trial) -> None:
     weights = [p.clone() for p in trial.model.parameters()]
-    start = Fits(trial, TRUE_POSITIONS).own(trial.stage_1_prompts).mean(0)
-    learned = trial.ways["learned"]
-    assert kl_of(trial, learned) < 0.9 * kl_of(
-        trial, replace(learned, starts=lambda _: [start] * 8)
-    )
+    begin = trial.fitted("raw-8:1")(trial.stage_1_prompts).mean(0)
+    learned = kl_of(trial, "learned", trial.fitted("learned"))
+    assert learned < 0.9 * kl_of(trial, "learned", lambda _: [begin] * 8)
     for before, after in zip(weights, trial.model.parameters(), strict=True):
         assert torch.equal(before, after) and after.grad is None
 
 
 def test_a_figure_is_what_it_says(trial: Trial) -> None:
     (prompt, source), way = trial.related_pairs("test")[0], trial.ways["raw-8:4"]
-    (summary,) = way.starts([source])
+    (summary,) = trial.fitted("raw-8:4")([source])
     found = projection.first_token_metrics(trial, way, prompt, summary, worth=True)
-    logits = after_summary(trial.model, prompt.exact, summary, way.layout)
-    p, q = prompt.exact.logits.log_softmax(-1), logits.log_softmax(-1)
+    logits = after_summary(trial.model, prompt, summary, way.layout)
+    p, q = prompt.logits.log_softmax(-1), logits.log_softmax(-1)
     for metric, a, b in (("kl", p, q), ("reverse", q, p)):
         expected = float((a.exp() * (a - b)).sum())
         assert found[metric] == pytest.approx(expected, rel=1e-3, abs=1e-5)

@@ -114,13 +114,13 @@ def test_the_source_s_code_moves_every_entry_by_one_token(teacher) -> None:
 def test_the_error_of_the_cache_falls_to_the_refreshed_part(rows, teacher, student) -> None:
     texts = texts_of(rows, teacher, student, prompts(2), 20)
     ways = ["none", "periodic:5", "periodic:1"]
-    add_cache_errors(texts, ways, 2)
+    add_cache_errors(texts, ways)
     none, five, one = (rows.find(way, "cache_error", **texts.setting)["values"] for way in ways)
     assert min(none) > 0.01 and max(one) < 1e-5
     assert [e < 1e-5 for e in five] == [t % 5 == 0 for t in range(1, 21)]
     same = texts_of(rows, teacher, teacher, prompts(2), 20)
     same.setting = {"trained": "teacher"}
-    add_cache_errors(same, ["none"], 2)  # with a teacher for a student nothing differs
+    add_cache_errors(same, ["none"])  # with a teacher for a student nothing differs
     assert max(rows.find("none", "kl", **same.setting)["values"]) < 1e-5
 
 
@@ -130,7 +130,8 @@ def test_times_stand_beside_those_that_the_cost_model_predicts(rows, teacher, st
     at = texts.setting
     assert rows.figure("none", "time", **at).value == 1
     counts = {way: [len(text) for text in of_turns] for way, of_turns in refreshes.items()}
-    assert counts == {"teacher": [], "none": [0, 0], "periodic:4": [4, 4], "speculative:8": [2, 2]}
+    none = [0, 0]
+    assert counts == {"teacher": none, "none": none, "periodic:4": [4, 4], "speculative:8": [2, 2]}
     for way, seconds in (("periodic:4", 0.01), ("speculative:8", 0.02)):
         for refresh in itertools.chain(*refreshes[way]):
             refresh.seconds = seconds

@@ -17,8 +17,8 @@ from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from projector import Layout, Prefill, cache_of_summary, prefill, tail_queries
 from studies.projection.segments import measure_segments, summarize
-from studies.projection.ways import divergence
 from support.regression import ridge
+from support.statistics import kl
 from support.tables import table
 
 QUESTIONS = 24  # questions asked
@@ -41,7 +41,7 @@ def summaries(model: GPT, tokenizer: tiktoken.Encoding) -> None:
     bank_families = corpus.quiz_families("train")[:BANK_PROMPTS]
     bank_prompts = [prefill_of(family[0]) for family in bank_families]
     banks = {layout: query_bank(layout) for layout in (Layout(1), Layout(32))}
-    kl: dict[str, list[Tensor]] = {}  # by stored prompt, a row a question
+    nats_by_name: dict[str, list[Tensor]] = {}  # by stored prompt, a row a question
     for i, family in enumerate(families[:QUESTIONS]):
         asked = prefill_of(family[2])
         other_family = next_of_kind(family, families[i + 1 :] + families)
@@ -55,14 +55,14 @@ def summaries(model: GPT, tokenizer: tiktoken.Encoding) -> None:
                 kv = summarize(measure_segments(stored, layout, bank))  # (L, 2, H, m, D)
                 warm = cache_of_summary(model, kv, layout.tail_position(len(asked.ids)))
                 logits = model(torch.tensor([asked.ids[-1:]]), warm)[0, -1]
-                row.append(divergence(asked.logits, logits))
-            row.append(divergence(asked.logits, stored.logits))
-            kl.setdefault(name, []).append(torch.stack(row))
+                row.append(kl(asked.logits.double(), logits.double()))
+            row.append(kl(asked.logits.double(), stored.logits.double()))
+            nats_by_name.setdefault(name, []).append(torch.stack(row))
     print(
         f"{QUESTIONS} questions: mean KL of the first token in nats, and how many have at most 0.05\n"
     )
     table_rows = []
-    for name, rows in kl.items():
+    for name, rows in nats_by_name.items():
         nats = torch.stack(rows)  # (QUESTIONS, 3)
         columns = zip(nats.mean(0).tolist(), (nats <= 0.05).sum(0).tolist(), strict=True)
         table_rows.append([name, *(f"{mean:.2f}, {good_count:>2}" for mean, good_count in columns)])

@@ -7,7 +7,7 @@ Shapes as in projector.py: L layers, H heads, D head size, T tokens, m summary t
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,16 +15,14 @@ from torch import Tensor
 from projector import (
     Layout,
     Prefill,
-    attention_output,
     shift_positions,
     tail_queries,
     vectors_by_head,
 )
-from support.regression import cross_validate, ridge, solve_penalised
+from support.regression import ridge, solve_penalised
 
 
-@dataclass
-class Segments:
+class Segments(NamedTuple):
     """The segments of a prompt as stage 1 sees them. Keys and queries are relative to the first token fed: a GPT-2's
     stay as they are, a Llama's are rotated back by that token's position."""
 
@@ -86,7 +84,7 @@ def summarize(segments: Segments, penalty: float = 1e-3, bank_weight: float = 0.
 
 class SegmentMap:
     """A smaller stage 1: one linear map, for all prompts, from the pooled cache to summary tokens.
-    It is fitted on some prompts, whose segments are measured without a bank.
+    It is fitted on some prompts.
 
     It is fitted as summarize() is, but the corrections of the means are linear in the prompt's
     pooled cache x (F,): A_j x is added to the keys of summary token j, and B_j x to its values. The
@@ -96,15 +94,14 @@ class SegmentMap:
     penalty is in units of the Gram matrix's mean diagonal.
     """
 
-    def __init__(self, prompts: Sequence[Segments], penalty: float) -> None:
-        pooled = torch.stack([prompt.pooled for prompt in prompts]).double()  # (N, L, 2, H, m, D)
-        q = torch.cat([prompt.q for prompt in prompts], 2).double()  # (L, H, N R, D)
-        mass = torch.cat([prompt.mass for prompt in prompts], 2).double()
-        output = torch.cat([prompt.out for prompt in prompts], 2).double()
+    def __init__(self, prompts: Sequence[Prefill], layout: Layout, penalty: float) -> None:
+        self.layout = layout
+        segments = [measure_segments(prompt, layout) for prompt in prompts]
+        pooled, *of_queries, (R, *_) = zip(*segments, strict=True)
+        pooled = torch.stack(pooled).double()  # (N, L, 2, H, m, D)
+        q, mass, output = (torch.cat(x, 2).double() for x in of_queries)  # (L, H, N R, D, m or D)
         q = q / math.sqrt(q.size(-1))
-        R = prompts[0].n_own
         x = vectors_by_head(pooled)  # (L, H, N, F)
-        self.penalty = penalty
         self.mean, self.scale = x.mean(-2, keepdim=True), x.std(-2, keepdim=True).clamp(min=1e-6)
         x = self.features(x).repeat_interleave(R, 2)  # (L, H, N R, 1 + F)
         pooled = pooled.repeat_interleave(R, 0)
@@ -124,30 +121,9 @@ class SegmentMap:
         x = (x - self.mean) / self.scale
         return torch.cat([torch.ones_like(x[..., :1]), x], -1)
 
-    def __call__(self, prompts: Sequence[Segments]) -> Tensor:
+    def __call__(self, prompts: Sequence[Prefill]) -> Tensor:
         """Return the summary tokens (N, L, 2, H, m, D) of N prompts."""
-        pooled = torch.stack([prompt.pooled for prompt in prompts])
+        pooled = torch.stack([measure_segments(prompt, self.layout).pooled for prompt in prompts])
         x = self.features(vectors_by_head(pooled.double())).float()  # (L, H, N, 1 + F)
         additions = [torch.einsum("lhjdf,lhnf->nlhjd", weight, x) for weight in (self.a, self.b)]
         return pooled + torch.stack(additions, 2)
-
-    @classmethod
-    def fit(
-        cls, prompts: Sequence[Segments], families: Sequence[str], penalties: Sequence[float]
-    ) -> "SegmentMap":
-        """Fit a map on prompts of these families, with the penalty that serves held-out families
-        best."""
-
-        def error(train: Tensor, test: Tensor, penalty: float) -> float:
-            held_out = [prompts[i] for i in test]
-            summaries = cls([prompts[i] for i in train], penalty)(held_out)
-            return sum(map(readout_error, held_out, summaries))
-
-        return cls(prompts, cross_validate(error, families, penalties))
-
-
-def readout_error(segments: Segments, summary: Tensor) -> float:
-    """Return the mean squared error of attention's output over all queries. For the last token's
-    queries this is the proposal's loss of stage 1."""
-    read = attention_output(segments.q, *summary.unbind(1))
-    return float((read - segments.out).square().mean())

@@ -1,17 +1,18 @@
 """The prompts of the projection study, what is fitted on them, and every way to get a first token.
 
 Prompts come in families of paraphrases. Each family serves for fitting ("train"), for choosing
-("valid") or for measuring ("test"), and never for two of these.
-
-A fit is made once, when it is first used, and stays with its object: Fits has everything of one
-layout but stage 2, and BothStages adds that to one kind of stage 1.
+("valid") or for measuring ("test"), and never for two of these. Trial.ways has all ways by name; what
+one of them needs is fitted when it is first used, and kept.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import permutations
 from random import Random
 from typing import Any, NamedTuple
 
@@ -56,7 +57,7 @@ OUR_LAYOUTS = {"raw-1:16": Layout(1, 16), "raw-8:4": Layout(8, 4), "raw-32:64": 
 MAX_MAP_BYTES = 4_000_000_000  # bytes of stage 1's map
 LEARNING_RATE, BATCH_SIZE = 0.05, 64  # with which Adam learns summary tokens for all prompts
 
-POCKET_KINDS: dict[str, Callable[[str], list[list[corpus.Question]]]] = {
+POCKET_KINDS = {  # the families of a split
     # facts that the model knows, after four or twenty questions that all prompts begin with
     "quiz": corpus.quiz_families,
     "long-quiz": lambda split: corpus.quiz_families(split, HEADER_QUESTIONS),
@@ -98,46 +99,41 @@ def pocket_families(
     return families
 
 
-@dataclass(eq=False)  # a prompt equals only itself
-class Prompt:
-    """A prompt of a family of paraphrases, its tokens, the true answer (or ""), the text that
-    follows (the answer or, if there is none, the model's own), and its exact pass."""
+@dataclass(eq=False)
+class Prompt(Prefill):
+    """A prompt of a family of paraphrases with its exact pass, the true answer (or ""), the text that
+    follows (the answer or, if there is none, the model's own), and the first prompt of its family, if
+    that is stored when this one is asked."""
 
     family: str
     text: str
-    ids: list[int]
     answer: str
     follows: list[int]
-    exact: Prefill
-
-
-class Query(NamedTuple):
-    """A prompt that is asked, what retrieval found, and its stored relative if there is one."""
-
-    prompt: Prompt
-    nearest: Prompt
-    similarity: float
     relative: Prompt | None
 
 
+Prompts = Sequence[Prompt]
 Pairs = Sequence[tuple[Prompt, Prompt]]  # prompts, each with the one that it starts from
-Stage1 = Callable[[Sequence[Prompt]], Tensor]  # N prompts -> their summary tokens
+Found = dict[tuple[Prompt, Prompt], float]  # how similar a prompt is to the stored one found for it
+# What is stored of N prompts: a cache for all of a new prompt but its tail (N, L, 2, H, m, D), or
+# logits (N, V).
+Starts = Callable[[Prompts], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
 class Way:
-    """How to get a first token. starts: what it stores of N prompts. That is a cache for all of a
-    new prompt but its tail, (L, 2, H, m, D), or, without a layout, logits (V,). alone: whether a
-    prompt starts from itself, not from a similar one; most: the most tokens of a prompt, if limited."""
+    """How to get a first token. layout: of summary tokens, None if logits are stored; fit: fits the way
+    of this name on a trial's training prompts; stage_1: the way whose summary tokens stage 2 maps;
+    most: the most tokens of a prompt."""
 
     layout: Layout | None
-    starts: Callable[[Sequence[Prompt]], Sequence[Tensor]]
-    alone: bool = False
-    most: int | None = None
+    fit: Callable[..., Starts]
+    stage_1: str = ""
+    most: float = math.inf
 
     def covers(self, *prompts: Prompt) -> bool:
         """Return whether prompts are short enough."""
-        return self.most is None or max(len(prompt.ids) for prompt in prompts) <= self.most
+        return max(len(prompt.ids) for prompt in prompts) <= self.most
 
 
 # --- The prompts, and the ways to start from them ----------------------------------------------------
@@ -145,9 +141,9 @@ class Way:
 
 @dataclass(eq=False)
 class Trial:
-    """The prompts of one kind with their exact passes, everything that is fitted on training
-    prompts, and the ways to get a first token. match_names: whether a stored prompt that is found
-    has the new one's names.
+    """The prompts of one kind with their exact passes, the ways to get a first token, and what is fitted
+    for these on training prompts. match_names: whether a stored prompt that is found has the new
+    one's names.
 
     Raises ValueError if a prompt exceeds the context, or too few families have two prompts that are
     long enough.
@@ -160,6 +156,8 @@ class Trial:
     seed: int = 0
     size: Size = FULL
     match_names: bool = False
+    proposal: Trial | None = None  # in a copy with another number of summary tokens: the original
+    penalties: dict[str, float] = field(default_factory=dict)  # of fitted maps, by way
 
     def __post_init__(self) -> None:
         self.prompts = {
@@ -171,41 +169,48 @@ class Trial:
             prompt.ids for split in self.prompts.values() for family in split for prompt in family
         ]
         self.shortest = min(map(len, all_ids))
-        shared_length = min(len(projector.shared_beginning(all_ids)), self.shortest - MIN_TOKENS)
-        self.shared_ids = []
-        if shared_length >= 8:  # a word or two are not worth storing
-            self.shared_ids = all_ids[0][:shared_length]
+        self.shared_ids = projector.shared_beginning(all_ids)[: self.shortest - MIN_TOKENS]
+        if len(self.shared_ids) < 8:  # a word or two are not worth storing
+            self.shared_ids = []
         self.shared_chars = len(self.tokenizer.decode(self.shared_ids))  # characters
         texts = [prompt.text[self.shared_chars :] for prompt in self.train]
-        self.encoder = PairEncoder.fit(
-            self.tokenizer, texts, [prompt.family for prompt in self.train]
-        )
+        self.encoder = PairEncoder.fit(self.tokenizer, texts, families_of(self.train))
         generator = Random(self.seed + 1)
-        pairs = [
-            (a, b) for family in self.prompts["train"] for a in family for b in family if a is not b
-        ]
-        self.pairs = generator.sample(pairs, min(MAX_PAIRS, len(pairs)))  # source, target
-        self.stage_1_prompts = generator.sample(self.train, min(STAGE_1_PROMPTS, len(self.train)))
-        self.bank_prompts = generator.sample(self.train, min(BANK_PROMPTS, len(self.train)))
-        self.fits = Fits(self, PROPOSED)
+
+        def choose(items: list, most: int) -> list:
+            return generator.sample(items, min(most, len(items)))
+
+        pairs = [pair for family in self.prompts["train"] for pair in permutations(family, 2)]
+        self.pairs = choose(pairs, MAX_PAIRS)  # source, target
+        self.stage_1_prompts = choose(self.train, STAGE_1_PROMPTS)
+        self.bank_prompts = choose(self.train, BANK_PROMPTS)
+        self.fits: dict[str, Starts] = {}  # by way
         self.ways = self.all_ways()
 
     def read_families(self, split: str, families: list[Family]) -> list[list[Prompt]]:
         """Return families of prompts with their exact passes, without prompts too short for the
-        proposal."""
-        kept_families: list[list[Prompt]] = []
+        proposal. Every fifth family has no stored prompt."""
+        kept_families = []
         for family in families:
-            kept_prompts = []
+            kept = []
+            number = len(kept_families)
             for text, answer in family:
                 ids = self.tokenizer.encode(text, allowed_special="all")
                 if len(ids) > MIN_TOKENS:
+                    exact = vars(projector.prefill(self.model, ids))
                     follows = self.text_after(ids, answer)
-                    exact = projector.prefill(self.model, ids)
-                    kept_prompts.append(
-                        Prompt(f"{split}/{len(kept_families)}", text, ids, answer, follows, exact)
+                    relative = kept[0] if kept and number % 5 else None
+                    prompt = Prompt(
+                        **exact,
+                        family=f"{split}/{number}",
+                        text=text,
+                        answer=answer,
+                        follows=follows,
+                        relative=relative,
                     )
-            if len(kept_prompts) > 1:
-                kept_families.append(kept_prompts)
+                    kept.append(prompt)
+            if len(kept) > 1:
+                kept_families.append(kept)
         if len(kept_families) < 3:
             raise ValueError(
                 f"{self.kind}: {len(kept_families)} families have two prompts of more than {MIN_TOKENS} tokens "
@@ -217,296 +222,261 @@ class Trial:
         """Return the tokens of the text that follows a prompt."""
         if answer:
             return self.tokenizer.encode(f" {answer}\n", allowed_special="all")[:FOLLOWING_TOKENS]
-        tokens = generate(
-            self.model, self.batch_of(ids), FOLLOWING_TOKENS, stop_ids=end_tokens_of(self.tokenizer)
-        )
-        return [int(token) for token in tokens]
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.wte.weight.device
+        stop_ids = end_tokens_of(self.tokenizer)
+        tokens = generate(self.model, self.batch_of(ids), FOLLOWING_TOKENS, stop_ids=stop_ids)
+        return [*map(int, tokens)]
 
     def batch_of(self, ids: list[int]) -> Tensor:
         """Return tokens as the model takes them, (1, T)."""
-        return torch.tensor([ids], device=self.device)
+        return torch.tensor([ids], device=self.model.wte.weight.device)
 
     # --- Prompts that are asked, and prompts that are stored --------------------------------------
 
-    def queries(self, split: str) -> list[tuple[Prompt, Prompt | None]]:
-        """Return the prompts asked in a split, each with its stored relative; every fifth family
-        has none."""
-        families = enumerate(self.prompts[split])
-        return [
-            (prompt, family[0] if i % 5 else None)
-            for i, family in families
-            for prompt in family[1:]
-        ]
+    def asked_prompts(self, split: str) -> list[Prompt]:
+        """Return the prompts asked in a split, all of a family but the first."""
+        return [prompt for family in self.prompts[split] for prompt in family[1:]]
 
     def related_pairs(self, split: str) -> Pairs:
         """Return the prompts asked in a split that have a stored relative, each with its
         relative."""
-        return [(prompt, relative) for prompt, relative in self.queries(split) if relative]
+        return [(x, x.relative) for x in self.asked_prompts(split) if x.relative]
 
     def stored_prompts(self, split: str, relatives: bool = True) -> list[Prompt]:
         """Return the prompts stored when a split is asked: one of each training family and, with
         relatives, one of each of the split's own families that has any stored."""
-        split_prompts = [
-            family[0] for i, family in enumerate(self.prompts[split]) if i % 5 and relatives
-        ]
-        return split_prompts + [family[0] for family in self.prompts["train"]]
+        stored = [family[0] for family in self.prompts["train"]]
+        if relatives:
+            own = dict.fromkeys(relative for _, relative in self.related_pairs(split))
+            stored = [*own, *stored]
+        return stored
 
-    def library(self, way: Way, stored: list[Prompt], **options: Any) -> Library:
+    def library(self, name: str, stored: list[Prompt], **options: Any) -> Library:
         """Return the library of stored prompts, with a way's summary tokens, if it has any."""
+        way = self.ways[name]
         stored = [prompt for prompt in stored if way.covers(prompt)]
-        summaries = torch.stack([*way.starts(stored)])
+        summaries = torch.stack([*self.fitted(name)(stored)])
         texts, layout = [prompt.text for prompt in stored], way.layout or PROPOSED
         options = {"match_names": self.match_names, "shared_chars": self.shared_chars} | options
         return Library(self.model, layout, self.encoder, texts, summaries, **options)
 
-    def retrieve(self, split: str, relatives: bool = True) -> list[Query]:
+    def retrieve(self, split: str, relatives: bool = True) -> Found:
         """Look up every prompt of a split in its library, or in one without any prompt's
-        relatives; leave out those for which it holds no prompt of the same names."""
-        stored, queries = self.stored_prompts(split, relatives), []
-        library = self.library(self.ways["neighbour"], stored)
-        for prompt, relative in self.queries(split):
+        relatives. Return by prompt and nearest stored prompt how similar they are, but for prompts for
+        which the library holds none of the same names."""
+        stored, found = self.stored_prompts(split, relatives), {}
+        library = self.library("neighbour", stored)
+        for prompt in self.asked_prompts(split):
             index, similarity = library.nearest(prompt.text)
             if index >= 0:
-                queries.append(
-                    Query(prompt, stored[index], similarity, relative if relatives else None)
-                )
-        return queries
+                found[prompt, stored[index]] = similarity
+        return found
 
     # --- The ways ---------------------------------------------------------------------------------
-
-    @cached_property
-    def hidden_map(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The ridge regression from a source's last hidden state to its target's: both means, and
-        the weights."""
-        x, y = (
-            torch.stack([prompt.exact.hidden for prompt in side]).double()
-            for side in zip(*self.pairs, strict=True)
-        )
-        return x.mean(0), y.mean(0), ridge(x - x.mean(0), y - y.mean(0), 0.1)
-
-    def logits_by_hidden_state(self, prompts: Sequence[Prompt]) -> Tensor:
-        """Return the logits (N, V) of prompts' last hidden states after the linear map of
-        hidden_map."""
-        source_mean, target_mean, weight = self.hidden_map
-        hidden = torch.stack([prompt.exact.hidden for prompt in prompts]).double()
-        x = (hidden - source_mean) @ weight + target_mean
-        return self.model.head(x.to(self.model.wte.weight)[None])[0]
 
     def all_ways(self) -> dict[str, Way]:
         """Return all ways by name: the proposal with its stage 1 as written and with the smaller
         one, steps away from it, its baselines, its parts alone, and our own."""
-        fits, true, longest = self.fits, Fits(self, TRUE_POSITIONS), self.longest
         ways = {
-            "proposed": Way(PROPOSED, BothStages(self, fits.by_segments)),
-            "proposed-true": Way(TRUE_POSITIONS, BothStages(self, true.by_segments)),
-            "own": Way(TRUE_POSITIONS, BothStages(self, true.own)),
-            "none": Way(
-                Layout(1), lambda prompts: [prompt.exact.kv[..., :0, :] for prompt in prompts]
-            ),
-            "hidden": Way(None, self.logits_by_hidden_state),
-            "neighbour": Way(None, lambda prompts: [prompt.exact.logits for prompt in prompts]),
-            "learned": Way(PROPOSED, fits.shared_by_all),
+            "stage1-segments": Way(PROPOSED, fit_segment_map),
+            "stage1-true": Way(TRUE_POSITIONS, fit_segment_map),
+            "proposed": Way(PROPOSED, fit_both_stages, "stage1-segments"),
+            "proposed-true": Way(TRUE_POSITIONS, fit_both_stages, "stage1-true"),
+            "own": Way(TRUE_POSITIONS, fit_both_stages, "raw-8:1"),
+            "learned": Way(PROPOSED, fit_shared_by_all),
+            "hidden": Way(None, fit_hidden_map),
+            "neighbour": Way(None, partial(without_fit, lambda prompt: prompt.logits)),
+            "none": Way(Layout(1), partial(without_fit, lambda prompt: prompt.kv[..., :0, :])),
             # The complete exact cache, in the place of summary tokens:
-            "rule": Way(
-                PROPOSED,
-                lambda prompts: [cache_before_last(prompt.exact) for prompt in prompts],
-                alone=True,
-            ),
+            "rule": Way(PROPOSED, partial(without_fit, cache_before_last)),
         }
-        if map_bytes(self.model, longest - 1, PROPOSED.m) <= MAX_MAP_BYTES:
-            ways["written"] = Way(PROPOSED, BothStages(self, fits.as_written), most=longest)
-            ways["stage1-written"] = Way(PROPOSED, fits.as_written, alone=True, most=longest)
+        most, config = self.longest, self.model.config
+        # Of stage 1 as written, for each layer:
+        numbers = kv_heads(config) * (2 * config.head_dim) ** 2 * (most - 1) * PROPOSED.m
+        if 4 * config.n_layer * numbers <= MAX_MAP_BYTES:
+            ways["stage1-written"] = Way(PROPOSED, fit_compressor, most=most)
+            ways["written"] = Way(PROPOSED, fit_both_stages, "stage1-written", most=most)
         for name, layout in (RAW_LAYOUTS | OUR_LAYOUTS).items():
             if layout.m + layout.tail <= self.shortest:
-                ways[name] = Way(layout, Fits(self, layout).own)
+                ways[name] = Way(layout, fit_own)
         return ways
 
-    def ways_with(self, m: int) -> dict[str, Way]:
-        """Return the ways whose number of summary tokens is varied, with m of them. Their penalties
-        are those for the proposal's number."""
-        fits = Fits(self, replace(PROPOSED, m=m), self.fits)
-        starts = {
-            "proposed": BothStages(self, fits.by_segments, self.ways["proposed"].starts),
-            "learned": fits.shared_by_all,
-        }
-        if "written" in self.ways:
-            starts["written"] = BothStages(self, fits.as_written, self.ways["written"].starts)
-        return {
-            name: replace(self.ways[name], layout=fits.layout, starts=start)
-            for name, start in starts.items()
-        }
+    def fitted(self, name: str) -> Starts:
+        """Return what a way stores of prompts. It is fitted at its first use."""
+        if name not in self.fits:
+            way = self.ways[name]
+            self.fits[name] = way.fit(self, name, way.layout)
+        return self.fits[name]
 
-    def warm_cache(self, layout: Layout, summary: Tensor, prompt: Prompt) -> KVCache:
-        """Return the cache of summary tokens that stands for all of a prompt but its tail."""
-        position = layout.tail_position(len(prompt.ids))
-        return projector.cache_of_summary(self.model, summary, position)
+    def with_summary_tokens(self, m: int) -> Trial:
+        """Return this trial with m summary tokens in the ways that have the proposal's layout. The
+        penalties stay those for the proposal's number."""
+        other = copy.copy(self)
+        other.proposal, other.fits = self, {}
+        other.ways = {
+            name: replace(way, layout=replace(PROPOSED, m=m))
+            for name, way in self.ways.items()
+            if way.layout == PROPOSED
+        }
+        return other
 
-    @torch.no_grad()
-    def first_logits(self, way: Way, start: Tensor, prompt: Prompt) -> Tensor:
-        """Return the logits (V,) of a prompt's first new token. start: what the way stores of the
-        prompt that it starts from."""
-        if way.layout is None:
-            return start
-        tail = prompt.ids[-way.layout.tail :]
-        return projector.logits_after(self.model, tail, self.warm_cache(way.layout, start, prompt))
+    def best_fit(
+        self,
+        name: str,
+        items: Sequence,
+        families: Sequence[str],
+        fit: Callable,
+        error: Callable,
+        penalties: Sequence[float],
+    ) -> Any:
+        """Return what fit(items, penalty=...) returns, with the penalty that has the least mean
+        error(fitted, items) on held-out families. families: of the first items, or of all."""
+
+        def error_on_others(train: Tensor, test: Tensor, penalty: float) -> float:
+            fitted = fit([items[i] for i in train], penalty=penalty)
+            return float(error(fitted, [items[i] for i in test])) * len(test)
+
+        if self.proposal:
+            self.proposal.fitted(name)  # which chooses the penalty
+        else:
+            self.penalties[name] = cross_validate(error_on_others, families, penalties)
+        return fit(items, penalty=self.penalties[name])
+
+
+def families_of(prompts: Prompts) -> list[str]:
+    """Return the family of each prompt."""
+    return [prompt.family for prompt in prompts]
+
+
+def without_fit(stored: Callable[[Prompt], Tensor], *_: Any) -> Starts:
+    """Return what a way stores of prompts that needs no fit, by what it stores of one."""
+    return lambda prompts: [stored(prompt) for prompt in prompts]
 
 
 # --- What is fitted -------------------------------------------------------------------------------
 
 
-def reading_error(compressor: Compressor, prompts: Sequence[Prefill]) -> float:
-    """Return the loss of stage 1 on prompts, a sum over layers and heads: the mean squared error of
-    what the last query reads from the summary tokens, divided by the mean square of what it reads
-    from the exact cache."""
-    summaries = compressor(prompts)
-    q = torch.stack([tail_queries(prompt) for prompt in prompts])  # (N, L, H, R, D)
-    outputs = []
-    for queries, prompt in zip(q, prompts, strict=True):
-        outputs.append(attention_output(queries, *cache_before_last(prompt).unbind(1)))
-    output = torch.stack(outputs)  # (N, L, H, R, D)
-    approximation = attention_output(q, *summaries.unbind(2))
-    error = (approximation - output).square().mean((0, -2, -1))  # (L, H)
-    return float((error / output.square().mean((0, -2, -1))).sum())
+def readings(stage_1: Starts, prompts: Prompts) -> tuple[Tensor, Tensor]:
+    """Return what the last queries of N prompts read from their summary tokens, and from their exact
+    caches, (N, L, H, R, D) each. Stage 1 minimises the squared difference."""
+    from_summary, exact = [], []
+    for prompt, summary in zip(prompts, stage_1(prompts), strict=True):
+        q = tail_queries(prompt)  # (L, H, R, D)
+        from_summary.append(attention_output(q, *summary.unbind(1)))
+        exact.append(attention_output(q, *cache_before_last(prompt).unbind(1)))
+    return torch.stack(from_summary), torch.stack(exact)
 
 
-def map_bytes(model: GPT, T: int, m: int) -> int:
-    """Return the bytes of stage 1's map from T tokens to m summary tokens, for all heads."""
-    config = model.config
-    heads = config.n_layer * kv_heads(config)
-    return 4 * heads * (2 * config.head_dim) ** 2 * T * m
+def mean_error(stage_1: Starts, prompts: Prompts) -> Tensor:
+    """Return the mean squared error of readings."""
+    from_summary, exact = readings(stage_1, prompts)
+    return (from_summary - exact).square().mean()
 
 
-@dataclass(eq=False)
-class Fits:
-    """What is fitted on a trial's training prompts in one layout. like: fits of another number of
-    summary tokens, whose penalties are taken over; by default they are chosen here."""
-
-    trial: Trial
-    layout: Layout
-    like: Fits | None = None
-
-    @cached_property
-    def query_bank(self) -> Tensor:
-        """Queries of training prompts (L, H, N, D), for summarize()."""
-        tail = self.layout.tail
-        prompts = [prompt for prompt in self.trial.bank_prompts if len(prompt.ids) >= tail]
-        prompts = prompts[: max(4, BANK_QUERIES // tail)]
-        return torch.cat([tail_queries(prompt.exact, tail) for prompt in prompts], 2)
-
-    def own(self, prompts: Sequence[Prompt]) -> Tensor:
-        """Return summary tokens (N, L, 2, H, m, D) that are fitted on each prompt alone."""
-        summaries = []
-        for prompt in prompts:
-            segments = measure_segments(prompt.exact, self.layout, self.query_bank)
-            summaries.append(summarize(segments))
-        return torch.stack(summaries)
-
-    @cached_property
-    def segment_map(self) -> SegmentMap:
-        """The smaller stage 1, one map from the means of segments."""
-        prompts = self.trial.stage_1_prompts
-        segments = [measure_segments(prompt.exact, self.layout) for prompt in prompts]
-        if self.like:
-            return SegmentMap(segments, self.like.segment_map.penalty)
-        families = [prompt.family for prompt in prompts]
-        return SegmentMap.fit(segments, families, self.trial.size.penalties)
-
-    def by_segments(self, prompts: Sequence[Prompt]) -> Tensor:
-        """Return the summary tokens of prompts by the smaller stage 1."""
-        return self.segment_map([measure_segments(prompt.exact, self.layout) for prompt in prompts])
-
-    @cached_property
-    def compressor(self) -> Compressor:
-        """Stage 1 as written, with the penalty that has the least reading error on held-out
-        families. It can take gigabytes."""
-        prefills = [prompt.exact for prompt in self.trial.stage_1_prompts]
-        T, size = self.trial.longest - 1, self.trial.size
-
-        def fit(prompts: Sequence[Prefill], penalty: float) -> Compressor:
-            return Compressor(prompts, self.layout.m, penalty, T, size.stage_1_steps)
-
-        def error(train: Tensor, test: Tensor, penalty: float) -> float:
-            fitted = fit([prefills[i] for i in train], penalty)
-            return reading_error(fitted, [prefills[i] for i in test]) * len(test)
-
-        if self.like:
-            return fit(prefills, self.like.compressor.penalty)
-        families = [prompt.family for prompt in self.trial.stage_1_prompts[:VALIDATION_PROMPTS]]
-        return fit(prefills, cross_validate(error, families, size.loss_penalties))
-
-    def as_written(self, prompts: Sequence[Prompt]) -> Tensor:
-        """Return the summary tokens of prompts by stage 1 as written."""
-        return self.compressor([prompt.exact for prompt in prompts])
-
-    @cached_property
-    @torch.enable_grad()
-    def learned(self) -> Tensor:
-        """The source's baseline, summary tokens (L, 2, H, m, D) that are the same for every prompt.
-        They begin as the mean of prompts' own, and are trained through the model to minimise
-        KL(cold || warm) of training prompts' first token, read at position m as proposed."""
-        model, prompts, m = self.trial.model, self.trial.stage_1_prompts, self.layout.m
-        last_ids = torch.tensor([prompt.ids[-1:] for prompt in prompts], device=self.trial.device)
-        cold_logits = torch.stack([prompt.exact.logits for prompt in prompts]).to(last_ids.device)
-        true_positions = replace(self.layout, true_positions=True)
-        summary = Fits(self.trial, true_positions).own(prompts).mean(0).to(last_ids.device)
-        summary.requires_grad_()
-        optimizer = torch.optim.Adam([summary], lr=LEARNING_RATE)
-        steps = self.trial.size.adam_steps
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(steps):
-            batch = torch.randperm(len(last_ids), generator=generator)[:BATCH_SIZE]
-            cache = projector.cache_of_summary(model, summary, m)
-            layers = [layer.expand(-1, len(batch), -1, -1, -1) for layer in cache.layers]
-            logits = model(last_ids[batch], KVCache(layers, cache.pos), last_only=True)[:, 0]
-            (summary.grad,) = torch.autograd.grad(kl(cold_logits[batch], logits).mean(), [summary])
-            optimizer.step()
-            schedule.step()
-        return summary.detach()
-
-    def shared_by_all(self, prompts: Sequence[Prompt]) -> list[Tensor]:
-        """Return the learned summary tokens for each of some prompts."""
-        return [self.learned] * len(prompts)
+def relative_error(stage_1: Starts, prompts: Prompts) -> Tensor:
+    """Return the squared error of readings as a share of the exact ones' square, summed over layers and
+    heads."""
+    from_summary, exact = readings(stage_1, prompts)
+    error = (from_summary - exact).square().mean((0, -2, -1))  # (L, H)
+    return (error / exact.square().mean((0, -2, -1))).sum()
 
 
-@dataclass(eq=False)
-class BothStages:
-    """Stage 1 of some kind, and stage 2 after it. like: as in Fits."""
+def fit_compressor(trial: Trial, name: str, layout: Layout) -> Compressor:
+    """Fit stage 1 as written. It can take gigabytes."""
+    prompts, size = trial.stage_1_prompts, trial.size
+    fit = partial(Compressor, m=layout.m, T=trial.longest - 1, steps=size.stage_1_steps)
+    families = families_of(prompts[:VALIDATION_PROMPTS])
+    return trial.best_fit(name, prompts, families, fit, relative_error, size.loss_penalties)
 
-    trial: Trial
-    stage_1: Stage1
-    like: BothStages | None = None
 
-    @cached_property
-    def stage_2(self) -> Projector:
-        """The map between similar prompts, with the penalty that predicts held-out families best."""
-        pairs, train = self.trial.pairs, self.trial.train
-        summary_of = dict(zip(train, self.stage_1(train), strict=True))
-        sources, targets = (
-            torch.stack([summary_of[prompt] for prompt in side])
-            for side in zip(*pairs, strict=True)
-        )
+def fit_segment_map(trial: Trial, name: str, layout: Layout) -> SegmentMap:
+    """Fit the smaller stage 1, one map from the means of segments."""
+    prompts, fit = trial.stage_1_prompts, partial(SegmentMap, layout=layout)
+    families, penalties = families_of(prompts), trial.size.penalties
+    return trial.best_fit(name, prompts, families, fit, mean_error, penalties)
 
-        def error(train: Tensor, test: Tensor, penalty: float) -> float:
-            projected = Projector(sources[train], targets[train], penalty)(sources[test])
-            return float((projected - targets[test]).square().mean() * len(test))
 
-        if self.like:
-            return Projector(sources, targets, self.like.stage_2.penalty)
-        families = [source.family for source, _ in pairs]
-        penalty = cross_validate(error, families, self.trial.size.penalties)
-        return Projector(sources, targets, penalty)
+class BothStages(NamedTuple):
+    """Stage 1 of some kind, and stage 2 after it, which doesn't depend on the new prompt. So the
+    summary tokens can be computed once; the proposal maps them at every start."""
 
-    def __call__(self, prompts: Sequence[Prompt]) -> Tensor:
-        """Return the summary tokens of prompts after both stages. Stage 2 doesn't depend on the new
-        prompt, so they can be computed once; the proposal maps them at every start."""
+    stage_1: Starts
+    stage_2: Projector
+
+    def __call__(self, prompts: Prompts) -> Tensor:
         return self.stage_2(self.stage_1(prompts))
 
 
-def divergence(expected: Tensor, actual: Tensor) -> Tensor:
-    """Return KL(expected || actual) in nats (...) of logits (..., V), in float64."""
-    return kl(expected.cpu().double(), actual.cpu().double())
+def fit_both_stages(trial: Trial, name: str, layout: Layout) -> BothStages:
+    """Fit stage 2, the map between similar prompts, after the stage 1 of a way."""
+    stage_1 = trial.fitted(trial.ways[name].stage_1)
+    summaries = stage_1(trial.train)  # (N, L, 2, H, m, D)
+    number_of = {prompt: i for i, prompt in enumerate(trial.train)}
+    sources, targets = (
+        summaries[[number_of[prompt] for prompt in side]] for side in zip(*trial.pairs, strict=True)
+    )
+
+    def fit(pairs: list[int], penalty: float) -> Projector:
+        return Projector(sources[pairs], targets[pairs], penalty)
+
+    def error(stage_2: Projector, pairs: list[int]) -> Tensor:
+        return (stage_2(sources[pairs]) - targets[pairs]).square().mean()
+
+    families = [source.family for source, _ in trial.pairs]
+    pairs, penalties = [*range(len(families))], trial.size.penalties
+    return BothStages(stage_1, trial.best_fit(name, pairs, families, fit, error, penalties))
+
+
+def fit_own(trial: Trial, name: str, layout: Layout) -> Starts:
+    """Make summary tokens that are fitted on each prompt alone, with a bank of training prompts'
+    queries (L, H, N, D)."""
+    prompts = [prompt for prompt in trial.bank_prompts if len(prompt.ids) >= layout.tail]
+    prompts = prompts[: max(4, BANK_QUERIES // layout.tail)]
+    bank = torch.cat([tail_queries(prompt, layout.tail) for prompt in prompts], 2)
+
+    def own(prompts: Prompts) -> Tensor:
+        return torch.stack([summarize(measure_segments(x, layout, bank)) for x in prompts])
+
+    return own
+
+
+@torch.enable_grad()
+def fit_shared_by_all(trial: Trial, name: str, layout: Layout) -> Starts:
+    """Fit the source's baseline, summary tokens (L, 2, H, m, D) that are the same for every prompt.
+    They begin as the mean of prompts' own, and are trained through the model to minimise
+    KL(cold || warm) of training prompts' first token, read at position m as proposed."""
+    model, prompts = trial.model, trial.stage_1_prompts
+    device = model.wte.weight.device
+    last_ids = torch.tensor([prompt.ids[-1:] for prompt in prompts], device=device)
+    cold_logits = torch.stack([prompt.logits for prompt in prompts]).to(device)
+    own = fit_own(trial, name, replace(layout, true_positions=True))
+    summary = own(prompts).mean(0).to(device).requires_grad_()
+    optimizer = torch.optim.Adam([summary], lr=LEARNING_RATE)
+    steps = trial.size.adam_steps
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        batch = torch.randperm(len(last_ids), generator=generator)[:BATCH_SIZE]
+        cache = projector.cache_of_summary(model, summary, layout.m)
+        layers = [layer.expand(-1, len(batch), -1, -1, -1) for layer in cache.layers]
+        logits = model(last_ids[batch], KVCache(layers, cache.pos), last_only=True)[:, 0]
+        (summary.grad,) = torch.autograd.grad(kl(cold_logits[batch], logits).mean(), [summary])
+        optimizer.step()
+        schedule.step()
+    return lambda prompts: [summary.detach()] * len(prompts)
+
+
+def fit_hidden_map(trial: Trial, name: str, layout: Layout) -> Starts:
+    """Fit a ridge regression from a source's last hidden state to its target's, from which the logits
+    follow."""
+    source, target = (
+        torch.stack([prompt.hidden for prompt in side]).double()
+        for side in zip(*trial.pairs, strict=True)
+    )
+    weight = ridge(source - source.mean(0), target - target.mean(0), 0.1)
+
+    def logits(prompts: Prompts) -> Tensor:
+        hidden = torch.stack([prompt.hidden for prompt in prompts]).double()
+        mapped = (hidden - source.mean(0)) @ weight + target.mean(0)
+        return trial.model.head(mapped.to(trial.model.wte.weight)[None])[0]
+
+    return logits

@@ -1,5 +1,7 @@
 """The claims of the refresh blog. study.py says what their metrics mean."""
 
+from itertools import pairwise
+
 from studies.judging import Answer, Source, claim, for_each, metrics, question
 from studies.results import Results
 from studies.showing import Layout, columns, lines
@@ -142,13 +144,9 @@ def lowers_divergence(results: Results) -> Answer:
     partly="small models, shorter texts",
 )
 def periodic_quality(results: Results) -> Answer:
-    steps = (
-        ("periodic:256", "none"),
-        ("periodic:128", "periodic:256"),
-        ("periodic:64", "periodic:128"),
-    )
-    changes = [results.change(way, before, "perplexity") for way, before in steps]
-    levels = [results.figure(way, "perplexity") for way in ("none", *(way for way, _ in steps))]
+    ways = ("none", "periodic:256", "periodic:128", "periodic:64")
+    changes = [results.change(way, before, "perplexity") for before, way in pairwise(ways)]
+    levels = [results.figure(way, "perplexity") for way in ways]
     return (
         min(change.below(0) for change in changes),
         f"Every 128 tokens instead of every 256, refreshes change perplexity by {changes[1]:±}",

@@ -58,6 +58,7 @@ from overfill import (
     ProbeKL,
     Refresh,
     RefreshedPair,
+    generate_refreshed,
     parse_policy,
 )
 from pair import default_student, geometry_difference, load_pair, splice_last
@@ -82,6 +83,7 @@ from support.timing import TimedText, run_in_turns, time_text
 PROMPT_LENGTH = 192
 TAIL = 50  # the last tokens of a text, which the source judges by themselves
 FIRST_REFRESH = 64  # tokens
+ALONG_PROMPTS = 12  # at most so many texts are read by several ways
 MODES = {"sampled": 1.0, "greedy": 0.0}  # temperatures
 PUBLISHED = ("published:64", "published:8")
 BASELINES = ("none", "teacher", "student")  # "none" first: it decides what is judged
@@ -147,67 +149,51 @@ class Texts:
 
     def until_end(self, ids: list[int]) -> list[int]:
         """Return the new tokens of a text up to the first that ends it."""
-        for i, token in enumerate(ids, 1):
-            if token in self.end_ids:
-                return ids[:i]
-        return ids
+        ends = [i for i, token in enumerate(ids, 1) if token in self.end_ids]
+        return ids[: ends[0]] if ends else ids
 
     def judged(self, mode: str) -> list[int]:
         """Return the prompts, by number, after which OverFill has written FIRST_REFRESH tokens or
         more; all of them if no token ends a text. Raises ValueError if there are none."""
-        row = self.rows.find("none", "tokens", **self.setting, mode=mode)
-        if not row:
+        if not self.end_ids:
             return [*range(len(self.prompts["test"]))]
-        judged = [i for i, length in enumerate(row["values"]) if length >= FIRST_REFRESH]
+        lengths = self.rows.figure("none", "tokens", **self.setting, mode=mode).values
+        judged = [i for i, length in enumerate(lengths) if length >= FIRST_REFRESH]
         if not judged:
             raise ValueError(
-                f"OverFill's longest text has {max(row['values']):.0f} tokens: "
+                f"OverFill's longest text has {max(lengths):.0f} tokens: "
                 f"at least {FIRST_REFRESH} are needed"
             )
         return judged
 
-    def policy_of(self, way: str, mode: str) -> Policy | None:
+    def policy_of(self, way: str, mode: str) -> Policy:
         """Return the policy of a way. A gate has its recorded threshold, if there is one."""
-        if way in self.models or way in PUBLISHED:
-            return None
         policy_text, gated, _ = way.partition("~")
         policy = parse_policy(f"{policy_text}:inf" if gated else policy_text)
         threshold = self.rows.find(way, "threshold", **self.setting, mode=mode)
         return replace(policy, threshold=threshold["value"]) if threshold else policy
 
-    def add_threshold(self, way: str, mode: str) -> None:
-        """Append the threshold with which a gate fires as often as its name says, without refreshes on
-        the prompts "valid"."""
-        gate, per_1000 = self.policy_of(way, mode), float(way.partition("~")[2])
-        signals = self.gate_signals("valid", gate, mode)
-        most = per_1000 / 1000 * gate.every * signals.numel()
-        cooldown = math.ceil(gate.cooldown / gate.every)
-        levels = signals.flatten().sort(descending=True).values.tolist()
-        firings = partial(
-            count_firings, signals, cooldown=cooldown
-        )  # the more, the lower the level
-        threshold = levels[bisect_right(levels, most, lo=1, key=firings) - 1]
-        self.rows.add_values(way, self.setting | {"mode": mode}, threshold=[threshold])
+    def pair_of(self, ids: Tensor) -> RefreshedPair:
+        """Return the pair that continues prompts, whose caches grow for a single one, and have room for
+        all tokens from the start for several."""
+        sized = partial(SlidingWindowCache, ids.size(1) + self.new_tokens)
+        return RefreshedPair(**self.models, ids=ids, new_cache=sized if len(ids) > 1 else KVCache)
 
     def start_writing(
         self, way: str, ids: Tensor, mode: str, seed: int
-    ) -> tuple[Iterator[Tensor], RefreshedPair | None]:
-        """Return an iterator over a way's new tokens after ids (B, T), and the pair that writes
-        them, if its refreshes are counted."""
+    ) -> tuple[Iterator[Tensor], RefreshedPair]:
+        """Return an iterator over a way's new tokens after ids (B, T), and the pair, which writes them
+        unless one model does so alone."""
         generator = torch.Generator(ids.device).manual_seed(seed)
         options = {"temperature": MODES[mode], "generator": generator}
-        new_cache = KVCache
-        if len(ids) > 1:
-            new_cache = partial(SlidingWindowCache, ids.size(1) + self.new_tokens)
+        pair, n = self.pair_of(ids), self.new_tokens
         if way in self.models:
-            tokens = generate(self.models[way], ids, self.new_tokens, cache=new_cache(), **options)
-            return tokens, None
-        pair = RefreshedPair(**self.models, ids=ids, new_cache=new_cache)
-        if way in PUBLISHED:
-            every = int(way.partition(":")[2])
-            return refresh_as_published(pair, self.new_tokens, every, **options), None
-        policy = self.policy_of(way, mode)
-        return overfill.generate_refreshed(pair, self.new_tokens, policy, **options), pair
+            tokens = generate(self.models[way], ids, n, cache=pair.teacher_cache, **options)
+        elif way in PUBLISHED:
+            tokens = refresh_as_published(pair, n, int(way.partition(":")[2]), **options)
+        else:
+            tokens = generate_refreshed(pair, n, self.policy_of(way, mode), **options)
+        return tokens, pair
 
     @torch.no_grad()
     def gate_signals(self, split: str, gate: Gate, mode: str) -> Tensor:
@@ -220,6 +206,17 @@ class Texts:
             if t % gate.every == 0:
                 signals.append(gate.signal(pair).float().cpu())
         return torch.stack(signals, 1)
+
+    def add_threshold(self, way: str, mode: str) -> None:
+        """Append the threshold with which a gate fires as often as its name says, without refreshes on
+        the prompts "valid"."""
+        gate, per_1000 = self.policy_of(way, mode), float(way.partition("~")[2])
+        signals = self.gate_signals("valid", gate, mode)
+        most = per_1000 / 1000 * gate.every * signals.numel()
+        firings = partial(count_firings, signals, cooldown=math.ceil(gate.cooldown / gate.every))
+        levels = sorted(signals.flatten().tolist(), reverse=True)  # the lower, the more firings
+        threshold = levels[bisect_right(levels, most, lo=1, key=firings) - 1]
+        self.rows.add_values(way, self.setting | {"mode": mode}, threshold=[threshold])
 
 
 @torch.no_grad()
@@ -263,30 +260,29 @@ def by_token(nats: Sequence[float], tokens: Sequence[int]) -> np.ndarray:
 
 def add_quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
     """Append the figures of the texts that ways write after the judged prompts, with equal seeds."""
-    setting, ids = texts.setting | {"mode": mode}, texts.prompts["test"]
-    for way in texts.rows.ways_due(ways, "perplexity", **setting):
+    rows, setting, ids = texts.rows, texts.setting | {"mode": mode}, texts.prompts["test"]
+    for way in rows.ways_due(ways, "perplexity", **setting):
         if "~" in way:
             texts.add_threshold(way, mode)
         tokens, pair = texts.start_writing(way, ids, mode, seed=0)
         written = [texts.until_end(text) for text in torch.cat([*tokens], 1).tolist()]
         if way == "none" and texts.end_ids:
-            texts.rows.add_values(way, setting, tokens=[*map(len, written)])
+            rows.add_values(way, setting, tokens=[*map(len, written)])
         judged = texts.judged(mode)
         written = [written[i] for i in judged]
-        nats, tail = [], []
+        losses = []
         for prompt, text in zip(ids[judged].tolist(), written, strict=True):
-            token_nats = token_losses(texts.models["teacher"], prompt + text)[-len(text) :].double()
-            nats.append(float(token_nats.sum()))
-            tail.append(-float(token_nats[-TAIL:].mean()))
-        counts = {"refreshes": pair.refresh_count[judged].tolist()} if pair else {}
-        texts.rows.add_values(
+            nats = token_losses(texts.models["teacher"], prompt + text)
+            losses.append(nats[-len(text) :].double())
+        if way not in (*texts.models, *PUBLISHED):
+            rows.add_values(way, setting, refreshes=pair.refresh_count[judged].tolist())
+        rows.add_values(
             way,
             setting,
-            tail=tail,
+            tail=[-float(nats[-TAIL:].mean()) for nats in losses],
             repeated=[repetition(text) for text in written],
             characters=[len(texts.tokenizer.decode(text)) for text in written],
-            **counts,
-            perplexity=by_token(nats, [*map(len, written)]),
+            perplexity=by_token([float(nats.sum()) for nats in losses], [*map(len, written)]),
         )
 
 
@@ -304,13 +300,14 @@ def count_firings(signals: Tensor, threshold: float, cooldown: int) -> int:
 def add_signal_areas(texts: Texts) -> None:
     """Append the area under the ROC curve, by text, with which entropy and U(t) tell the tenth of
     all tokens with the largest KL(teacher || student) from the others."""
-    if not texts.rows.ways_due(["dropout"], "area", **texts.setting):
+    gates = {"entropy": Entropy(math.inf), "dropout": MonteCarloDropout(math.inf)}
+    due = texts.rows.ways_due(gates, "area", **texts.setting)
+    if not due:
         return
-    never = math.inf
-    divergences = texts.gate_signals("test", ProbeKL(never), "sampled").numpy()
+    divergences = texts.gate_signals("test", ProbeKL(math.inf), "sampled").numpy()
     is_large = divergences >= np.quantile(divergences, 0.9)
-    for way, gate in (("entropy", Entropy(never)), ("dropout", MonteCarloDropout(never))):
-        signals = texts.gate_signals("test", gate, "sampled").numpy()
+    for way in due:
+        signals = texts.gate_signals("test", gates[way], "sampled").numpy()
         areas = [
             area_under_roc(signal[large], signal[~large])
             for signal, large in zip(signals, is_large, strict=True)
@@ -320,26 +317,21 @@ def add_signal_areas(texts: Texts) -> None:
 
 
 @torch.no_grad()
-def add_cache_errors(texts: Texts, ways: Sequence[str], prompt_count: int) -> None:
+def add_cache_errors(texts: Texts, ways: Sequence[str]) -> None:
     """Append the error of the cache, by token, and the divergence of the next token, by text, along
     texts that OverFill has written: all ways read the same, and differ by their caches alone. The
     prompt's entries are left out: they are the teacher's own."""
-    ids = texts.prompts["test"][:prompt_count]
-    start = ids.size(1)
+    ids = texts.prompts["test"]
     ways = texts.rows.ways_due(ways, "kl", **texts.setting)
     if not ways:
         return
-    of_all = texts.rows.conditions
-    all_prompts, these = (f"{n} held-out" for n in (len(texts.prompts["test"]), prompt_count))
-    texts.rows.set_conditions(*(text.replace(all_prompts, these) for text in of_all))
     tokens, _ = texts.start_writing("none", ids, "sampled", seed=0)
     continuation = torch.cat([*tokens], 1)  # (B, N)
-    exact_cache = KVCache()
+    start, exact_cache = ids.size(1), KVCache()
     expected = texts.models["teacher"](torch.cat([ids, continuation], 1), exact_cache)[:, start:]
     norms = partial(torch.linalg.vector_norm, dim=(0, 1, 3, 4, 5))  # (B,) of (L, 2, B, H, t, D)
     for way in ways:
-        new_cache = partial(SlidingWindowCache, start + texts.new_tokens)
-        pair = RefreshedPair(**texts.models, ids=ids, new_cache=new_cache)
+        pair = texts.pair_of(ids)
         read = overfill.read_along(pair, continuation, texts.policy_of(way, "sampled"))
         errors, divergences = [], []
         for t, logits in enumerate(read):
@@ -351,7 +343,6 @@ def add_cache_errors(texts: Texts, ways: Sequence[str], prompt_count: int) -> No
             divergences.append(kl(expected[:, t], logits))
         text_nats = torch.stack(divergences).mean(0).tolist()
         texts.rows.add_values(way, texts.setting, cache_error=errors, kl=text_nats)
-    texts.rows.set_conditions(*of_all)
 
 
 # --- Time -------------------------------------------------------------------------------------------
@@ -365,41 +356,41 @@ def add_times(
     rows, setting = texts.rows, texts.setting
     due = rows.ways_due(ways, "time", **setting)
 
-    def write_once(way: str, turn: int) -> tuple[TimedText, RefreshedPair | None]:
+    def write_once(way: str, turn: int) -> tuple[TimedText, list[Refresh]]:
         """Write one sampled text, after the prompt of this turn."""
         ids = texts.prompts["test"][turn % prompt_count][None]
         tokens, pair = texts.start_writing(way, ids, "sampled", seed=turn)
-        return time_text(lambda: tokens), pair
+        return time_text(lambda: tokens), pair.refreshes
 
-    ways = dict.fromkeys(["none", *due]) if due else ()
-    timed_runs = run_in_turns({way: partial(write_once, way) for way in ways}, turns)
-    refreshes = {}
+    runs = {way: partial(write_once, way) for way in ("none", *due)} if due else {}
+    refreshes, seconds = {}, {}
+    for way, of_turns in run_in_turns(runs, turns).items():
+        refreshes[way] = [of_turn for _, of_turn in of_turns]
+        # To the first token, and to the last:
+        seconds[way] = np.array([text[1:] for text, _ in of_turns]).T
     for way in due:
-        first_seconds = np.array([text.first_token_seconds for text, _ in timed_runs[way]])
-        total_seconds = np.array([text.total_seconds for text, _ in timed_runs[way]])
-        overfill_seconds = [text.total_seconds for text, _ in timed_runs["none"]]
+        first, total = seconds[way]
         rows.add_values(
             way,
             setting,
-            time=total_seconds / overfill_seconds,
-            first_ms=1e3 * first_seconds,
-            tps=(texts.new_tokens - 1) / (total_seconds - first_seconds),
-            total=total_seconds,
-            end_to_end=texts.new_tokens / total_seconds,
+            time=total / seconds["none"][1],
+            first_ms=1e3 * first,
+            tps=(texts.new_tokens - 1) / (total - first),
+            total=total,
+            end_to_end=texts.new_tokens / total,
         )
-        refreshes[way] = [pair.refreshes for _, pair in timed_runs[way] if pair]
-    return refreshes
+    return {way: refreshes[way] for way in due}
 
 
 def add_predicted_times(texts: Texts, refreshes: dict[str, list[list[Refresh]]]) -> None:
-    """Append the time of every way by the source's cost model, in units of OverFill's, the
-    prompt's prefill included: N / TPS + the sum of prefill(k_r), the student's decoding and the
+    """Append the time of every pair by the source's cost model, in units of OverFill's,
+    the prompt's prefill included: N / TPS + the sum of prefill(k_r), the student's decoding and the
     teacher's passes over k_r tokens each. prefill(k) is the line through the times of refreshes: the
     teacher's pass over k tokens, the splice, and the student's query after it.
 
     Source: section "Why is it cheap?".
     """
-    seconds: dict[int, list[float]] = {}  # by tokens read
+    seconds = {}  # of refreshes, by tokens read
     for refresh in itertools.chain(*itertools.chain(*refreshes.values())):
         seconds.setdefault(refresh.tokens_read, []).append(refresh.seconds)
     if not seconds:
@@ -407,21 +398,14 @@ def add_predicted_times(texts: Texts, refreshes: dict[str, list[list[Refresh]]])
     line = np.polyfit([*seconds], [*map(np.median, seconds.values())], 1)
     overfill_seconds = texts.rows.figure("none", "total", **texts.setting).value
     for way, of_turns in refreshes.items():
-        predicted = [
-            1
-            + np.polyval(line, [refresh.tokens_read for refresh in of_turn]).sum()
-            / overfill_seconds
-            for of_turn in of_turns
-        ]
-        if predicted:  # the teacher's own texts have no refreshes
-            texts.rows.add_values(way, texts.setting | {"by": "formula"}, time=predicted)
+        if way in texts.models:  # which have no refreshes
+            continue
+        reads = [[refresh.tokens_read for refresh in of_turn] for of_turn in of_turns]
+        predicted = [1 + np.polyval(line, read).sum() / overfill_seconds for read in reads]
+        texts.rows.add_values(way, texts.setting | {"by": "formula"}, time=predicted)
 
 
 # --- The study --------------------------------------------------------------------------------------
-
-
-def parameter_count_text(model: nn.Module) -> str:
-    return f"{sum(p.numel() for p in model.parameters()):,} parameters"
 
 
 def load_prompts(
@@ -434,31 +418,75 @@ def load_prompts(
 
     Raises ValueError if a file has fewer than 5 prompts, or if they exceed max_length tokens.
     """
-    if path is None and name.startswith("pocket"):
+    if path:
+        prompts = [tokenizer.encode_ordinary(text) for text in read_prompts(Path(path))]
+        if len(prompts) < 5:
+            raise ValueError(f"{path} has {len(prompts)} prompts: at least 5 are needed")
+        before, after = beginning_tokens(tokenizer), []
+        if has_chat_form(tokenizer):
+            special = tokenizer.special_tokens_set
+            parts = question_form(tokenizer).split("{}")
+            before, after = (tokenizer.encode(part, allowed_special=special) for part in parts)
+        shortest = min(map(len, prompts))
+        ids = [[*before, *prompt[-shortest:], *after] for prompt in prompts]
+        if len(ids[0]) > max_length:
+            raise ValueError(
+                f"the prompts of {path} have {len(ids[0])} tokens or more: at most {max_length} fit"
+            )
+        split = {"valid": ids[::5], "test": [x for i, x in enumerate(ids) if i % 5]}
+    elif name.startswith("pocket"):
         counts = {"valid": (test_count + 1) // 2, "test": test_count}
-        return {
-            split: torch.tensor(corpus.beginnings(tokenizer, split, count, PROMPT_LENGTH))
-            for split, count in counts.items()
+        split = {
+            part: corpus.beginnings(tokenizer, part, count, PROMPT_LENGTH)
+            for part, count in counts.items()
         }
-    if path is None:
-        ids = torch.tensor(rows_of_tokens(tokenizer, 2 * PROMPT_LENGTH)[:test_count])
-        return {"test": ids[:, :PROMPT_LENGTH]}
-    prompts = [tokenizer.encode_ordinary(text) for text in read_prompts(Path(path))]
-    before, after = beginning_tokens(tokenizer), []
-    if has_chat_form(tokenizer):
-        special = tokenizer.special_tokens_set
-        parts = question_form(tokenizer).split("{}")
-        before, after = (tokenizer.encode(part, allowed_special=special) for part in parts)
-    if len(prompts) < 5:
-        raise ValueError(f"{path} has {len(prompts)} prompts: at least 5 are needed")
-    shortest = min(map(len, prompts))
-    ids = torch.tensor([[*before, *prompt[-shortest:], *after] for prompt in prompts])
-    if ids.size(1) > max_length:
-        raise ValueError(
-            f"the prompts of {path} have {ids.size(1)} tokens or more: at most {max_length} fit"
-        )
-    is_valid = torch.arange(len(ids)) % 5 == 0
-    return {"valid": ids[is_valid], "test": ids[~is_valid]}
+    else:
+        rows = rows_of_tokens(tokenizer, 2 * PROMPT_LENGTH)[:test_count]
+        split = {"test": [ids[:PROMPT_LENGTH] for ids in rows]}
+    return {part: torch.tensor(ids) for part, ids in split.items()}
+
+
+def parameter_count_text(model: nn.Module) -> str:
+    return f"{sum(p.numel() for p in model.parameters()):,} parameters"
+
+
+def set_conditions(texts: Texts, teacher: str, student: str, modes: str) -> None:
+    """Let the next rows be measured with these texts."""
+    count, length = texts.prompts["test"].shape
+    texts.rows.set_model_conditions(
+        teacher,
+        texts.models["teacher"],
+        f"student {student}: {parameter_count_text(texts.models['student'])}",
+        f"{count} held-out prompts of {length} tokens, {texts.new_tokens:,} new tokens, {modes}",
+    )
+
+
+def measure_student(rows: Results, args: argparse.Namespace, student: Student) -> None:
+    """Measure every figure of a student that has no row yet."""
+    teacher, student_model, tokenizer = load_pair(
+        args.model, student.name, device=args.device, dtype=args.dtype
+    )
+    overfill.check_pair(teacher, student_model)
+    room = min(teacher.config.n_ctx, student_model.config.n_ctx) - student.new_tokens
+    prompts = load_prompts(args.model, tokenizer, args.prompts, student.prompts, room)
+    prompts = {split: ids.to(args.device) for split, ids in prompts.items()}
+    models = {"teacher": teacher, "student": student_model}
+    end_ids = () if args.model.startswith("pocket") else end_tokens_of(tokenizer)
+    texts = Texts(rows, models, prompts, student.new_tokens, student.setting, end_ids, tokenizer)
+    ways, along = student.sampled, student.along
+    if geometry_difference(teacher, student_model):  # caches that can't be spliced
+        ways, along = [way for way in ways if way not in PUBLISHED], ()
+    modes = "sampled at temperature 1" + (", or greedy" if student.greedy else "")
+    set_conditions(texts, args.model, student.name, modes)
+    add_quality(texts, ways, "sampled")
+    add_quality(texts, student.greedy, "greedy")
+    if student.setting["trained"] == "dropout":
+        add_signal_areas(texts)
+    if student.turns:
+        add_times(texts, ways, 3, student.turns)
+    few = replace(texts, prompts={"test": prompts["test"][:ALONG_PROMPTS]})
+    set_conditions(few, args.model, student.name, modes)
+    add_cache_errors(few, along)
 
 
 def measure_at_size(rows: Results, quick: bool) -> None:
@@ -468,9 +496,8 @@ def measure_at_size(rows: Results, quick: bool) -> None:
     teacher = random_model(GPT, size)
     student = order_for_decoding(GPT(narrowed(teacher.config))).eval()
     ids = torch.randint(50257, (1, 64), generator=torch.Generator().manual_seed(0))
-    texts = Texts(
-        rows, {"teacher": teacher, "student": student}, {"test": ids}, new_tokens, dict(SIZED)
-    )
+    models = {"teacher": teacher, "student": student}
+    texts = Texts(rows, models, {"test": ids}, new_tokens, dict(SIZED))
     rows.set_model_conditions(
         f"{size}, random weights",
         teacher,
@@ -481,64 +508,29 @@ def measure_at_size(rows: Results, quick: bool) -> None:
     add_predicted_times(texts, add_times(texts, SIZED_WAYS, 1, turns))
 
 
-def texts_of(rows: Results, args: argparse.Namespace, student: Student) -> Texts:
-    """Return what a student writes, and after which prompts, with the conditions of its rows."""
-    teacher, student_model, tokenizer = load_pair(
-        args.model, student.name, device=args.device, dtype=args.dtype
-    )
-    overfill.check_pair(teacher, student_model)
-    room = min(teacher.config.n_ctx, student_model.config.n_ctx) - student.new_tokens
-    prompts = load_prompts(args.model, tokenizer, args.prompts, student.prompts, room)
-    prompts = {split: ids.to(args.device) for split, ids in prompts.items()}
-    models = {"teacher": teacher, "student": student_model}
-    end_ids = () if args.model.startswith("pocket") else end_tokens_of(tokenizer)
-    text_count, prompt_length = prompts["test"].shape
-    rows.set_model_conditions(
-        args.model,
-        teacher,
-        f"student {student.name}: {parameter_count_text(student_model)}",
-        f"{text_count} held-out prompts of {prompt_length} tokens, {student.new_tokens:,} new tokens, "
-        "sampled at temperature 1" + (", or greedy" if student.greedy else ""),
-    )
-    return Texts(rows, models, prompts, student.new_tokens, student.setting, end_ids, tokenizer)
-
-
-def measure(rows: Results, args: argparse.Namespace, students: Sequence[Student]) -> None:
-    """Measure every figure that has no row yet."""
-    for student in students:
-        if args.quick:
-            student = student._replace(prompts=4, new_tokens=72, turns=min(1, student.turns))
-        texts = texts_of(rows, args, student)
-        ways, along = student.sampled, student.along
-        if geometry_difference(*texts.models.values()):  # caches that can't be spliced
-            ways, along = [way for way in ways if way not in PUBLISHED], ()
-        add_quality(texts, ways, "sampled")
-        add_cache_errors(texts, along, min(student.prompts, 12))
-        add_quality(texts, student.greedy, "greedy")
-        if student.setting["trained"] == "dropout":
-            add_signal_areas(texts)
-        if student.turns:
-            add_times(texts, ways, 3, student.turns)
-
-
 def main(argv: list[str] | None = None) -> None:
     cli = StudyLine(__doc__, "refreshing", "less of everything", model="--teacher")
     cli.add_options("--student")
     cli.add_argument("--prompts", metavar="FILE", help="CSV of your own prompts, column prompt")
     with cli.parse(argv) as args:
-        students = {"pocket": STUDENTS, REAL_MODEL: [REAL_STUDENT]}.get(args.model)
-        others = args.prompts or args.student or not students
+        recorded = {"pocket": STUDENTS, REAL_MODEL: [REAL_STUDENT]}
+        others = args.prompts or args.student or args.model not in recorded
+        students, difference = recorded.get(args.model), ""
         if others:
+            difference = "run of other models or prompts"
             likewise = STUDENTS[0] if args.prompts or args.model == "pocket" else REAL_STUDENT
             name = args.student or default_student(args.model)
             setting = {"model": args.model, "trained": "segments"}
             students = [likewise._replace(name=name, setting=setting)]
-        difference = "run of other models or prompts" if others else ""
         at_size = args.model == "pocket" and not others
         beyond = [] if at_size else [periodic_time, speculative_time, cost_formula]
         setting = students[0].setting
         rows = open_results("refreshing", args, RECORDED_MODELS, difference, setting, beyond)
-        measure(rows, args, students)
+        for student in students:
+            if args.quick:
+                turns = min(1, student.turns)
+                student = student._replace(prompts=4, new_tokens=72, turns=turns)
+            measure_student(rows, args, student)
         if at_size:
             measure_at_size(rows, args.quick)
         report(rows)
