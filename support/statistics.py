@@ -111,9 +111,9 @@ def wilson_interval(k: float, n: int) -> tuple[float, float, float]:
     return share, max(0.0, (centre - half_width) / scale), min(1.0, (centre + half_width) / scale)
 
 
-def repetition(ids: Sequence[int], n: int = 3) -> float:
-    """Return the share of a text's n-grams of tokens that have occurred in it before; 0 if it has none."""
-    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+def repetition(ids: Sequence[int]) -> float:
+    """Return the share of a text's 3-grams of tokens that have occurred in it before; 0 if it has none."""
+    grams = [tuple(ids[i : i + 3]) for i in range(len(ids) - 2)]
     return 1 - len({*grams}) / len(grams) if grams else 0.0
 
 
