@@ -153,9 +153,7 @@ def curves_of(results: Results, definition: dict[str, Any]) -> Curves:
         points = points_of(results, way, definition, place | setting)
         if points:
             curves.setdefault((legend.get(label, label), kind), []).extend(points)
-    if "x" in definition:
-        return {key: sorted(points, key=lambda point: point.x) for key, points in curves.items()}
-    return curves
+    return {key: sorted(points, key=lambda point: point.x) for key, points in curves.items()}
 
 
 def draw_figures(results: Results, folder: Path) -> None:
