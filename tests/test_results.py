@@ -201,11 +201,8 @@ def test_a_claim_on_every_size_is_as_good_as_the_worst(rows: Results) -> None:
             rows.add_values("new", {"size": size}, share=[share] * 4)
             rows.add_values("old", {"size": size}, share=[0.1] * 4)
         answers.append(for_each(rows, "size", judge)[:2])
-    assert answers == [
-        (1, "1"),
-        (-1, "2"),
-        (-1, "1"),
-    ]  # with the sentence of the place that decides
+    # each with the sentence of the place that decides
+    assert answers == [(1, "1"), (-1, "2"), (-1, "1")]
     assert for_each(rows, "size", judge)[2] == "1, 2: 0.00"
     assert [*rows.conditions_read] == ["a machine; size 1", "a machine; size 2"]
     rows.every["size"] = [1, 3]

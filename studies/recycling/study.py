@@ -229,7 +229,7 @@ def measure(rows: Results, trial: Trial, stored: Sequence[str], args: argparse.N
     """Measure every figure that has no row yet."""
     size, model = size_of(args), {"model": args.model}
     orders = ["interleaved"]
-    if not args.quick and args.model not in ("pocket", REAL_MODEL):  # no claim on times is on these
+    if not args.quick and args.model not in ("pocket", REAL_MODEL):  # no claim is about their times
         orders.insert(0, "source")  # first, since nothing may be warm
     for order in orders:
         setting = model | {"order": order}
