@@ -13,9 +13,9 @@ from importlib import import_module
 from string import ascii_lowercase
 
 from studies.judging import (
-    ANSWERS,
     DOES_NOT_HOLD,
     NOT_AT_OUR_SIZE,
+    OUR_VERDICTS,
     VERDICTS,
     Claim,
     Missing,
@@ -45,19 +45,14 @@ REWORDED = {  # recorded conditions, and how a page words them
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of a claim: the conditions of its figures, a sentence, all figures in words, and
-    the verdict, "" if rows are missing or the run is reduced."""
+    """What was found of a claim, or a question of ours: the conditions of its figures, a sentence, all
+    figures in words, and the verdict, "" if rows are missing or the run is reduced."""
 
     claim: Claim
     conditions: list[str]
     sentence: str
     figure: str
     verdict: str
-
-    @property
-    def answer(self) -> str:
-        """The verdict on a claim, or the answer to a question of ours."""
-        return self.verdict if self.claim.section else ANSWERS.get(self.verdict, self.verdict)
 
 
 def judge_claim(results: Results, claim: Claim) -> Finding:
@@ -68,11 +63,10 @@ def judge_claim(results: Results, claim: Claim) -> Finding:
     answer, *texts = claim.judge(there)
     verdict = ""
     if answer is not None and not results.no_verdict_reason:
-        verdict = VERDICTS[answer]
+        verdict = (VERDICTS if claim.section else OUR_VERDICTS)[answer]
         if claim.their_model and answer == DOES_NOT_HOLD:
             verdict = NOT_AT_OUR_SIZE
-    conditions = [claim.on] if claim.on else [*there.conditions_read]
-    return Finding(claim, conditions, texts[0], texts[-1], verdict)
+    return Finding(claim, [*there.conditions_read], texts[0], texts[-1], verdict)
 
 
 def claims_in(study: str) -> list[Claim]:
@@ -137,7 +131,7 @@ def measured_on(found: Finding) -> str:
 
 def cells_of(found: Finding) -> list[str]:
     """Return a claim in plain words, the verdict, what was found in a sentence, and its models."""
-    return [found.claim.plain, found.answer, reworded(found.sentence), measured_on(found)]
+    return [found.claim.plain, found.verdict, reworded(found.sentence), measured_on(found)]
 
 
 def claim_tables(findings: Sequence[Finding]) -> list[str | Table]:

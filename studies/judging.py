@@ -31,11 +31,8 @@ MIN_VALUES = {"turns": 3, "exact": 1}  # of an interval, where it isn't MIN_VALU
 RELATIVE = ("perplexity", "median", "turns")  # compared by ratio, all others by difference
 HOLDS, NOT_SHOWN, DOES_NOT_HOLD = 1, 0, -1
 VERDICTS = {HOLDS: "HOLDS", NOT_SHOWN: "NOT SHOWN", DOES_NOT_HOLD: "DOES NOT HOLD"}
+OUR_VERDICTS = {HOLDS: "YES", NOT_SHOWN: "NOT SHOWN", DOES_NOT_HOLD: "NO"}  # on our questions
 NOT_AT_OUR_SIZE = "NOT AT OUR SIZE"  # instead of DOES NOT HOLD, of a number for a larger model
-ANSWERS = {  # to our questions
-    "HOLDS": "YES",
-    "DOES NOT HOLD": "NO",
-}
 
 
 class Missing(LookupError):
@@ -157,7 +154,6 @@ class Claim:
     partly: str = ""  # why not all of it is tested as stated
     their_model: str = ""  # larger than ours, for which the source gives a number
     at: dict[str, Any] = field(default_factory=dict)  # the setting in which figures are looked up
-    on: str = ""  # conditions, instead of those of the figures that it looks up
 
 
 def claim(
@@ -172,13 +168,11 @@ def question(plain: str, **details: Any) -> Callable[[Callable], Claim]:
     return claim(Source("", ""), "", "", plain, **details)
 
 
-def for_each(
-    results: Any, key: str, judge: Callable[[Any], tuple], decide: Callable = min
-) -> tuple[int | None, ...]:
-    """Judge in every place, such as each model: return the worst answer (or the one that `decide`
-    picks), None if a place lacks figures; the judge's sentence in the first place that has it; then
-    each further text of the judge, with all places named, those of equal texts together. Raises
-    Missing if all places lack figures."""
+def for_each(results: Any, key: str, judge: Callable[[Any], tuple]) -> tuple[int | None, ...]:
+    """Judge in every place, such as each model: return the worst answer, None if a place lacks
+    figures; the judge's sentence in the first place that has it; then each further text of the
+    judge, with all places named, those of equal texts together. Raises Missing if all places lack
+    figures."""
     said = {}
     for value in results.every[key]:
         try:
@@ -188,7 +182,7 @@ def for_each(
     if not said:
         raise Missing(f"no figures for any {key}")
     answers, sentences, *columns = zip(*said.values(), strict=True)
-    worst = decide(answers)
+    worst = min(answers)
     texts = []
     for column in columns:
         names_of_text: dict[str, list[str]] = {}

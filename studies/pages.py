@@ -35,16 +35,14 @@ def change(study: str, way: str, other: str, metric: str, **setting: Any) -> Fig
 
 
 def record(file: str) -> Any:
-    """Return the content of a JSON file; a name with wildcards stands for the last match by
-    name."""
-    return json.loads(read_text(sorted(ROOT.glob(file))[-1]))
+    """Return the content of a JSON file."""
+    return json.loads(read_text(ROOT / file))
 
 
-def claims_of(source: str, section: str = "") -> str:
-    """Return what arithmetic decides of a source's claims, and what was found of them, or of those in
-    a section: in short, and folded, in the source's words with all figures."""
-    found = [x for x in claims_of_source(source) if x.claim.section.startswith(section)]
-    *in_short, here, in_full = claim_tables(found)
+def claims_of(source: str) -> str:
+    """Return what arithmetic decides of a source's claims, and what was found of them: in short, and
+    folded, in the source's words with all figures."""
+    *in_short, here, in_full = claim_tables(claims_of_source(source))
     runs = [run for x in SOURCES[source] for run in getattr(rows(x).claims, "COMMANDS", [x])]
     commands = ", ".join(f"`python3 -m studies.{run}`" for run in runs)
     folded = [
@@ -55,8 +53,7 @@ def claims_of(source: str, section: str = "") -> str:
         in_full,
         "</details>",
     ]
-    sentences = [] if section else by_arithmetic(SOURCES[source])
-    return page([*sentences, *in_short, *folded], markdown=True)
+    return page([*by_arithmetic(SOURCES[source]), *in_short, *folded], markdown=True)
 
 
 def finding(study: str, claim: str) -> str:

@@ -18,16 +18,12 @@ from support.tables import Table
 FIGURE_LABELS = ("title", "xlabel", "ylabel", "xscale", "yscale")
 
 
-class Lines(NamedTuple):
-    """Lines of a table, or curves: the ways that a regular expression matches, in a setting."""
-
-    ways: str
-    setting: Setting
+Lines = tuple[str, Setting]  # of a table, or curves
 
 
 def lines(ways: str, **setting: Any) -> Lines:
     """Return the lines of the ways that a regular expression matches, in a setting."""
-    return Lines(ways, setting)
+    return ways, setting
 
 
 class Column(NamedTuple):
@@ -125,10 +121,12 @@ def points_of(
     """Return the points of a way in a figure."""
     metric, over = definition["y"], definition.get("over")
     if over:
-        places = {row["setting"].get(over) for row in results.rows.values()} - {None}
-        settings = [(place, setting | {over: place}) for place in sorted(places)]
-        measured = [(x, there) for x, there in settings if results.find(way, metric, **there)]
-        return [Point(x, results.figure(way, metric, **there)) for x, there in measured]
+        points = []
+        for place in sorted({row["setting"].get(over) for row in results.rows.values()} - {None}):
+            there = setting | {over: place}
+            if results.find(way, metric, **there):
+                points.append(Point(place, results.figure(way, metric, **there)))
+        return points
     try:
         y = results.figure(way, metric, **setting)
         if "x" not in definition:
@@ -155,9 +153,7 @@ def curves_of(results: Results, definition: dict[str, Any]) -> Curves:
         points = points_of(results, way, definition, place | setting)
         if points:
             curves.setdefault((legend.get(label, label), kind), []).extend(points)
-    if "x" in definition:
-        return {key: sorted(points, key=lambda point: point.x) for key, points in curves.items()}
-    return curves
+    return {key: sorted(points, key=lambda point: point.x) for key, points in curves.items()}
 
 
 def draw_figures(results: Results, folder: Path) -> None:

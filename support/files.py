@@ -184,10 +184,10 @@ def write_text(path: Path, text: str) -> None:
     write_atomically(path, lambda file: file.write_text(text, encoding="utf-8", newline=""))
 
 
-def write_json(path: Path, content: Any, indent: int = 2) -> None:
+def write_json(path: Path, content: Any) -> None:
     """Write JSON. Raises ValueError if the content has a number that isn't finite, which JSON
     doesn't know."""
-    write_text(path, json.dumps(content, indent=indent, allow_nan=False) + "\n")
+    write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
 def write_csv(path: Path, header: list[str], rows: Iterable[Sequence[Any]]) -> None:

@@ -95,21 +95,16 @@ def print_comparison(prompt_length: int, runs: dict[str, tuple[list[int], list[f
     """
     texts = [ids for ids, _ in runs.values()]
     shortest = min(map(len, texts))
-
-    def row_of_medians(label: str, start: int, end: int) -> list[str]:
-        medians = [statistics.median(milliseconds[start:end]) for _, milliseconds in runs.values()]
-        return [
-            label,
-            *(f"{milliseconds:.2f}" for milliseconds in medians),
-            f"{medians[0] / medians[-1]:.1f}",
-        ]
-
-    rows = []
+    spans = []
     for start in range(1, shortest, 64):
         end = min(start + 64, shortest)
-        rows.append(row_of_medians(f"{prompt_length + end:,}", start, end))
-    if rows:
-        rows.append(row_of_medians("all", 1, shortest))
+        spans.append((f"{prompt_length + end:,}", start, end))
+    if spans:
+        rows = []
+        for label, start, end in (*spans, ("all", 1, shortest)):
+            medians = [statistics.median(times[start:end]) for _, times in runs.values()]
+            ratio = f"{medians[0] / medians[-1]:.1f}"
+            rows.append([label, *(f"{milliseconds:.2f}" for milliseconds in medians), ratio])
         print("\nMedians; the decoding time above is a mean:")
         header = ["text length", *(f"{name}: ms per token" for name in runs), "times as fast"]
         print(f"\n{table(header, rows, left_aligned=0)}")

@@ -42,17 +42,15 @@ def cross_validate(
     away. The folds are the same every time. Where there is one penalty, nothing is fitted. Raises
     ValueError if there are fewer groups than folds.
     """
-    numbers = {group: i for i, group in enumerate(dict.fromkeys(groups))}
-    if len(numbers) < FOLDS:
-        raise ValueError(f"cross-validation needs {FOLDS} families of prompts, got {len(numbers)}")
+    names = [*dict.fromkeys(groups)]
+    if len(names) < FOLDS:
+        raise ValueError(f"cross-validation needs {FOLDS} families of prompts, got {len(names)}")
     if len(penalties) == 1:
         return penalties[0]
-    shuffled = torch.randperm(len(numbers), generator=torch.Generator().manual_seed(0))
-    fold = shuffled[torch.tensor([numbers[group] for group in groups])] % FOLDS  # of each item
-    splits = []
-    for held_out in range(FOLDS):
-        train, test = (fold != held_out).nonzero()[:, 0], (fold == held_out).nonzero()[:, 0]
-        splits.append((train, test))
+    shuffled = torch.randperm(len(names), generator=torch.Generator().manual_seed(0))
+    fold_of = dict(zip(names, shuffled % FOLDS, strict=True))
+    folds = torch.stack([fold_of[group] for group in groups])
+    splits = [(torch.where(folds != i)[0], torch.where(folds == i)[0]) for i in range(FOLDS)]
 
     def total_error(penalty: float) -> float:
         return sum(error(train, test, penalty) for train, test in splits)

@@ -35,9 +35,9 @@ def area_under_roc(good: Sequence[float], bad: Sequence[float]) -> float | None:
     counting half; None if there are only good or only bad items."""
     if not len(good) or not len(bad):
         return None
-    ordered = np.sort(np.asarray(bad))
-    below = np.searchsorted(ordered, np.asarray(good), "left")
-    up_to = np.searchsorted(ordered, np.asarray(good), "right")
+    ordered = np.sort(bad)
+    below = np.searchsorted(ordered, good, "left")
+    up_to = np.searchsorted(ordered, good, "right")
     return float((below + up_to).mean() / 2 / len(ordered))
 
 
@@ -111,9 +111,9 @@ def wilson_interval(k: float, n: int) -> tuple[float, float, float]:
     return share, max(0.0, (centre - half_width) / scale), min(1.0, (centre + half_width) / scale)
 
 
-def repetition(ids: Sequence[int], n: int = 3) -> float:
-    """Return the share of a text's n-grams of tokens that have occurred in it before; 0 if it has none."""
-    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+def repetition(ids: Sequence[int]) -> float:
+    """Return the share of a text's 3-grams of tokens that have occurred in it before; 0 if it has none."""
+    grams = [tuple(ids[i : i + 3]) for i in range(len(ids) - 2)]
     return 1 - len({*grams}) / len(grams) if grams else 0.0
 
 
@@ -125,12 +125,10 @@ def rouge_l(answer: str, reference: str) -> float:
     # By i, the length of the longest common subsequence of the words so far and expected[:i].
     lengths = [0] * (len(expected) + 1)
     for word in words:
-        previous = lengths[:]
-        for i, other in enumerate(expected):
-            if word == other:
-                lengths[i + 1] = previous[i] + 1
-            else:
-                lengths[i + 1] = max(previous[i + 1], lengths[i])
+        previous = [*lengths]
+        for i, other in enumerate(expected, 1):
+            longest = max(previous[i], lengths[i - 1])
+            lengths[i] = previous[i - 1] + 1 if word == other else longest
     return 2 * lengths[-1] / (len(words) + len(expected))
 
 

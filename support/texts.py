@@ -18,9 +18,8 @@ Splits = dict[str, list[Family]]  # for fitting ("train"), choosing ("valid") an
 
 
 class FactQuestion(NamedTuple):
-    """A question about a text, named by its file, and the words that a right answer contains."""
+    """A question about a text, and the words that a right answer contains."""
 
-    text: str
     question: str
     answer: str
 
@@ -40,8 +39,8 @@ def read_questions() -> dict[str, list[FactQuestion]]:
     """Return the questions about each text that has any, by its name."""
     questions: dict[str, list[FactQuestion]] = {}
     for row in read_csv(FOLDER / "questions.csv", "text", "question", "answer"):
-        question = FactQuestion(row["text"], row["question"], row["answer"])
-        questions.setdefault(question.text, []).append(question)
+        question = FactQuestion(row["question"], row["answer"])
+        questions.setdefault(row["text"], []).append(question)
     return questions
 
 

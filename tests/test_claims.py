@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 
 from studies.claims import SOURCES, claims_of_source
-from studies.judging import NOT_AT_OUR_SIZE, VERDICTS
+from studies.judging import NOT_AT_OUR_SIZE, OUR_VERDICTS, VERDICTS
 from support.statistics import interval, mean_of_rows, ratio_of_sums, wilson_interval
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_claim_of_a_source_is_whole(source: str) -> None:
     findings = claims_of_source(source)
+    verdicts = {*VERDICTS.values(), *OUR_VERDICTS.values(), NOT_AT_OUR_SIZE}
     for found in findings:
-        assert found.verdict in (*VERDICTS.values(), NOT_AT_OUR_SIZE), found.claim.plain
+        assert found.verdict in verdicts, found.claim.plain
         assert any(c.isdigit() for c in found.figure), "a verdict without a figure"
         assert found.conditions and found.claim.plain and found.sentence
         assert not found.claim.section or (found.claim.source.theirs and found.claim.quote)

@@ -114,10 +114,12 @@ def measure_losses(
 ) -> None:
     """Append how much worse the ways that are due predict texts of equal length than full attention
     does."""
+    due = rows.ways_due(ways, "kl", **setting)
+    if not due:
+        return
     ids = torch.tensor(texts)  # (B, T)
-    exact_logits = None  # (B, T, V)
-    for way in rows.ways_due(ways, "kl", **setting):
-        exact_logits = readers["full"](ids) if exact_logits is None else exact_logits
+    exact_logits = readers["full"](ids)  # (B, T, V)
+    for way in due:
         more_nats, divergences = [], []
         for text, exact, here in zip(ids, exact_logits, readers[way](ids), strict=True):
             losses = [F.cross_entropy(x[:-1], text[1:]) for x in (here, exact)]

@@ -5,7 +5,6 @@ n_ctx raised as far as needed. Weights are random, and the caches are filled wit
 instead of 16,000 tokens: times don't depend on either.
 
 tps          tokens/s of decoding after a number of tokens
-faster       how many times as fast as with another cache, compared turn by turn
 mb           megabytes of the cache
 
 Source: Yi et al. 2024 (BCT).
@@ -111,9 +110,6 @@ def measure(rows: Results, quick: bool) -> None:
         runs = {name: partial(milliseconds_per_token, *way, length) for name, way in ways.items()}
         milliseconds = run_in_turns(runs, turns)
         for name, (_, make_cache) in ways.items():
-            for other in ("growing", "preallocated"):
-                faster = np.divide(milliseconds[other], milliseconds[name])
-                rows.add_values(name, setting | {"than": other}, faster=faster)
             megabytes = make_cache(length).nbytes / 1e6
             tokens_per_second = np.divide(1000, milliseconds[name])
             rows.add_values(name, setting, mb=[megabytes], tps=tokens_per_second)
