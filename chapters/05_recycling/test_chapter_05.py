@@ -71,12 +71,12 @@ class Store(dict):
 def test_many_prompts_answered_as_cold_with_nothing_read_twice(
     impl: ModuleType, model: GPT
 ) -> None:
-    draw, store, texts, fed = random.Random(1), Store(), [(3,)], given_to(model.wte)
+    draw, store, texts, fed = random.Random(4), Store(), [()], given_to(model.wte)
     for trial in range(40):
         # the beginning of an earlier text, and something else
-        old, n = draw.choice(texts), draw.choice([*range(1, 9), 48])
-        text = [*old[: draw.randint(0, len(old))], *draw.choices(range(100), k=draw.randint(0, 6))]
-        text = text[:48] or [0]
+        old, n = draw.choice(texts), draw.choice([1, 1, 1, 2, 5, 8, 48])
+        rest = draw.choices(range(100), k=draw.choice([0, 0, 1, 6]))
+        text = [*old[: draw.choice([0, 1, 5, 48])], *rest][:48] or [0]
         reusable = max((shared(other, text) for other in store), default=0)
         what = f"prompt {trial}, {reusable} tokens reusable"
         cold, older = [int(i) for i in generate(model, torch.tensor([text]), n)], dict(store)

@@ -96,8 +96,9 @@ def use_at_random(tables: object, seed: int, actions: list[str]) -> None:
         elif new not in texts:
             tables.begin(new)
             texts[new] = []
-        found = {text: (n, len(tables.table[text])) for text, n in tables.length.items()}
-        right = {text: (len(a), -(-len(a) // tables.size)) for text, a in texts.items()}
+        found = tables.length, {text: len(table) for text, table in tables.table.items()}
+        lengths = {text: len(tokens) for text, tokens in texts.items()}
+        right = lengths, {text: -(-n // tables.size) for text, n in lengths.items()}
         assert found == right, f"tokens, blocks of {tables.size}, by text: {found}, must be {right}"
         for text, tokens in texts.items():
             held = [slots.get(tables.place(text, t)) for t in range(len(tokens))]
