@@ -42,7 +42,7 @@ def shared(stored: list[int] | tuple[int, ...], ids: list[int]) -> int:
 
 def given_to(module: nn.Module) -> list[int]:
     """A list that gets the tokens, or the positions, that a module is given."""
-    given: list[int] = []
+    given = []
     module.register_forward_pre_hook(lambda _, args: given.extend(args[0].flatten().tolist()))
     return given
 
@@ -153,8 +153,8 @@ def loaded(
         found = call(impl.load, file, model, ids, returns="KVCache")
     n = len(found)
     right = [torch.arange(n), *(kv[..., :n, :] for kv in cache.layers)]
-    same = n == 0 or is_same([found.pos, *found.layers], right)
-    assert same, f"{what}, and what is loaded isn't what was saved"
+    wrong = f"{what}, and what is loaded isn't what was saved"
+    assert n == 0 or is_same([found.pos, *found.layers], right), wrong
     assert_keeps(found, found.nbytes, f"{what}: copy them")
     return n, bool(caught)
 
@@ -169,14 +169,14 @@ def file(tmp_path: Path) -> Path:
 def test_what_is_loaded_is_what_was_saved(
     impl: ModuleType, model: GPT, file: Path, dtype: torch.dtype
 ) -> None:
-    model, none = model.to(dtype), file.with_name("none")
+    model.to(dtype)
     for stored in (TEXT, TEXT[:1], TEXT[:2]):
         cache = saved(impl, file, model, stored)
         for ids in ([*TEXT, 1, 2], TEXT, TEXT[:4], TEXT[:1], [*TEXT[:5], 1, 8], [9, 9]):
             what = f"{shared(stored, ids)} tokens of {ids} can be had from a file of {stored}"
             found = loaded(impl, file, model, ids, cache, what)
             assert found == (shared(stored, ids), False), f"{what}: tokens and warning {found}"
-    found = loaded(impl, none, model, TEXT, cache, "no file")
+    found = loaded(impl, file.with_name("none"), model, TEXT, cache, "no file")
     assert found == (0, False), "no file is no error: nothing has been stored yet"
     model.h[1].mlp.c_fc.weight.data[3, 5] += 0.1
     found = loaded(impl, file, model, TEXT, cache, "a file of another model")
