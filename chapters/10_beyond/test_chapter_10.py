@@ -49,7 +49,7 @@ def test_seconds_of_a_prompt_and_bandwidth_from_which_on_to_fetch(impl: ModuleTy
         whole = floors.prefill_seconds(shape, rate, tokens)
         found = call(impl.prefill_s, *sizes, tokens, rate, known, returns="float")
         right = whole - floors.prefill_seconds(shape, rate, known)
-        what = f"{tokens} tokens, {known} known: {found} s, must be {right}: all, less the known"
+        what = f"{tokens} tokens, {known} known: {found} s, must be {right}; the others see the known ones, too"
         assert found == pytest.approx(right, rel=1e-9), f"{shape.name}, {what}"
         found = call(impl.fetch_from, *sizes, shape.token_bytes, tokens, rate, returns="float")
         right = tokens * shape.token_bytes / whole
@@ -153,7 +153,8 @@ def test_hit_rate(impl: ModuleType) -> None:
             used |= {block: (now, -i) for i, block in enumerate(request)}
         found = call(impl.hit_rate, requests, capacity, returns="float")
         what = f"requests {requests}, room for {capacity}: {found * total:g} of {total} blocks"
-        assert found == hits / total, f"{what} are found, must be {hits}"
+        why = "the blocks used longest ago go first, and the end of a text before its beginning"
+        assert found == hits / total, f"{what} are found, must be {hits}: {why}"
 
 
 PROMPT = random.Random(0).choices(range(70_000), k=300)
