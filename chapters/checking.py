@@ -193,19 +193,23 @@ def fail_in_layer(model: nn.Module, ids: Tensor, cache: object, layer: int) -> N
     fail(f"a pass that is to fail in layer {layer} doesn't get there: {instead}")
 
 
-def assert_refused(call: Callable[[], object], what: str, *needed: object) -> None:
-    """Fail unless a call raises ValueError and its message has all words and numbers in `needed`,
-    none of them as a part of a longer one."""
+def assert_refused(
+    call: Callable[[], object], what: str, *needed: object, error: type[Exception] = ValueError
+) -> None:
+    """Fail unless a call raises an error of this type and its message has all words and numbers in
+    `needed`, none of them as a part of a longer one."""
     __tracebackhide__ = True
-    must = "must be a ValueError" + f" that says {' and '.join(map(str, needed))}" * bool(needed)
+    must = f"must be a {error.__name__}" + f" that says {' and '.join(map(str, needed))}" * bool(
+        needed
+    )
     try:
         result = call()
-    except ValueError as error:
-        said = str(error)
+    except error as refusal:
+        said = str(refusal)
     except NotImplementedError:  # not written yet
         raise
-    except Exception as error:
-        fail(f"{what}: {must}, not {error!r}")
+    except Exception as other:
+        fail(f"{what}: {must}, not {other!r}")
     else:
         came = "" if result is None else f": {reprlib.repr(result)} came back"
         fail(f"{what}: {must}, and nothing was raised{came}")

@@ -1,4 +1,4 @@
-"""Three rings, and how far their logits are from those of one masked pass without a cache.
+"""Three rings, and how far their logits are from those of one pass with a mask, by a cache that keeps all tokens.
 
 A slot too few and a write too early are both right while a text is read token by token.
 """
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from examine import GrowingCache
 from gpt_bounded_cache import GPT, SlidingWindowCache
 from load_gpt2_weights import load_model, load_tokenizer
 
@@ -50,13 +51,7 @@ class WritesFirst(SlidingWindowCache):
 def main() -> None:
     model, ids = load_model("pocket", model_class=GPT), load_tokenizer("pocket").encode(TEXT)
     ids = torch.tensor([ids])  # (1, T)
-    pos = torch.arange(ids.size(1))
-    expected = model.wte(ids) + model.wpe(pos)
-    mask = SlidingWindowCache(WINDOW).visible(pos, pos[:, None])
-    for block in model.h:
-        expected = expected + block.attn(*block.attn.project(block.ln_1(expected)), mask)
-        expected = expected + block.mlp(block.ln_2(expected))
-    expected = model.head(expected)
+    expected = model(ids, GrowingCache(WINDOW))
 
     def read(cache: SlidingWindowCache, chunk: int) -> Tensor:
         return torch.cat([model(part, cache) for part in ids[:, len(cache) :].split(chunk, 1)], 1)

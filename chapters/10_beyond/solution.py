@@ -205,9 +205,9 @@ def _write(stream: BinaryIO, data: bytes) -> None:
 
 
 def _read(stream: BinaryIO) -> bytes:
-    head = stream.read(8)
-    data = stream.read(int.from_bytes(head, "little"))
-    if len(head) < 8 or len(data) < int.from_bytes(head, "little"):
+    size = int.from_bytes(stream.read(8), "little")
+    data = stream.read(size)
+    if not data or len(data) < size:
         raise ValueError("the stream ended before the cache was complete")
     return data
 
