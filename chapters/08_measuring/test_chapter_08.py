@@ -172,7 +172,7 @@ def test_prompts_are_drawn_and_not_results(impl: ModuleType) -> None:
         what = f"{len(means)} prompts, each counts once, with any number of results"
         assert mean == approx(np.mean(means)), f"{what}: mean {mean}, must be {np.mean(means)}"
         about = np.quantile(averages, [0.025, 0.975]).tolist()
-        assert ends == approx(about, abs=0.15 * averages.std() + 1e-9), (
+        assert ends == approx(about, abs=0.2 * averages.std() + 1e-9), (
             f"{what}: the interval's ends are {ends}, must be about {about}"
         )
     _, low, high = impl.interval(values, prompt, 1)

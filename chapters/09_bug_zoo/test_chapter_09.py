@@ -49,7 +49,7 @@ def test_suspects(impl: ModuleType) -> None:
     original, right = functions(text), 0
     for letter, name in named.items():
         if name not in original:
-            fail(f"{name} is no `def` of {file}; of which is it a second name?")
+            fail(f"{name} is no `def` of {file}; if it is a second name, of which?")
         right += functions(zoo.suspect(letter).changed(text))[name] != original[name]
     if right < len(letters):
         fail(f"{right} of {len(letters)} are right")

@@ -193,7 +193,7 @@ def test_any_layers(impl: ModuleType) -> None:
             assert_same(back, cuts_of([layer], n), f"can_cut, {layer}, {n} tokens read")
         what = f"{layers}, {n} tokens read"
         found = call(impl.cuts, layers, n, returns="list[int]")
-        assert_same(found, cuts_of(layers, n), f"cuts, {what}")
+        assert_same(found, cuts_of(layers, n), f"cuts, each exact in all layers, {what}")
         shared, prompt = draw.randint(0, n), n + draw.randint(0, 1)
         read = prompt - max(cut for cut in cuts_of(layers, n) if cut <= min(shared, prompt - 1))
         found = call(impl.read_again, layers, n, shared, prompt, returns="int")
