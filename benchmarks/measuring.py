@@ -35,7 +35,7 @@ from benchmarks.contenders import (
 )
 from load_gpt2_weights import load_model
 from support import timing
-from support.files import parse_json, read_json, read_text
+from support.files import parse_json, read_json, read_text, write_text
 
 Row = dict[str, Any]
 Cell = tuple[int, int]  # texts at once, and the tokens before what is written
@@ -235,8 +235,8 @@ def run_in_turns(jobs: dict[str, tuple[Any, ...]], threads: Sequence[int], turns
     rows = []
     for (number, name), own_turns in results.items():
         row = {"name": name, "threads": number}
-        if absent := failures.get((number, name)):
-            rows.append(row | {"absent": absent})
+        if (number, name) in failures:
+            rows.append(row | {"absent": failures[number, name]})
             continue
         for cell in own_turns[0]:
             base_turns = [turn[cell] for turn in results[number, base]]
@@ -307,7 +307,6 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def add_rows(path: Path, rows: list[Row]) -> None:
-    """Add rows to a record."""
-    with path.open("a", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row, allow_nan=False) + "\n")
+    """Add rows to a record, which is written anew, so that no half line is left."""
+    before = read_text(path) if path.exists() else ""
+    write_text(path, before + "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))

@@ -280,7 +280,7 @@ def reader_of(path: Path, *_: int) -> Any:
     if reader.byte_order != "I":
         raise ValueError(f"{path} is for processors of another byte order")
     parts = reader.fields["split.count"].contents() if "split.count" in reader.fields else 1
-    if parts != 1:
+    if parts not in (0, 1):  # 0 after they are joined
         raise ValueError(f"{path} is one of {parts} parts: join them with llama-gguf-split --merge")
     return reader
 

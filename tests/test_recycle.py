@@ -16,7 +16,7 @@ import torch
 
 import gpt_kv_cache
 import recycle as module
-from gpt_kv_cache import GPT, KVCache, generate
+from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import load_model, load_tokenizer
 from recycle import (
     DIALOGUE,
@@ -418,3 +418,26 @@ def test_a_special_token_that_is_typed_is_text(pocket: GPT) -> None:
         ids = Conversation(Store(pocket), tokenizer, 5, form).encode(line)
         assert line in tokenizer.decode(ids) and ids.count(tokenizer.eot_token) == len(ends)
         assert ids[len(ids) - len(ends) :] == ends
+
+
+def tiny_trial(tests: list[str]) -> recycling.Trial:
+    tokenizer = load_tokenizer("pocket")
+    model = GPT(GPTConfig(tokenizer.n_vocab, 64, 1, 1, 8)).eval()
+    encoder = lambda texts: np.eye(2)[[int(text[:1] == "Q") for text in texts]]  # noqa: E731
+    return recycling.Trial(Recycler(Store(model), tokenizer, encoder), tests, 2)
+
+
+def test_in_the_sources_order_all_cold_runs_come_first_and_what_is_stored_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    texts = ["Notes: a goat", "Question: who?"]
+    trial = tiny_trial([f"{text} And?" for text in texts])
+    events, answer, add = [], trial.answer, trial.recycler.store_prompt
+    monkeypatch.setattr(trial, "answer", lambda way, *a: events.append(way) or answer(way, *a))
+    monkeypatch.setattr(
+        trial.recycler, "store_prompt", lambda text: events.append("store") or add(text)
+    )
+    trial.store_and_answer(texts, "source", 3)
+    assert events == ["cold"] * 2 + ["store"] * 2 + ["published"] * 2 + ["recycled"] * 2
+    with pytest.raises(ValueError, match="exceed the context, 64"):
+        module.prompt_lengths(trial.recycler, ["goat " * 200], 2)

@@ -583,3 +583,19 @@ def test_an_interrupted_put_leaves_a_store_that_works(
         found(store, ids)
         put(store, ids)
         assert found(store, ids) == 10 and store.nbytes <= store.capacity
+
+
+@pytest.mark.parametrize("target", ["mine", "nothing", None])
+def test_what_lies_in_the_next_files_place_is_no_harm(store: Store, target: str | None) -> None:
+    place, folder = store.folder / "1.kv", store.folder.parent
+    for mine in (folder / "mine", store.folder / "2 copy.kv"):
+        mine.write_text("mine")
+    if target:
+        place.symlink_to(folder / target)
+    else:  # what a killed process leaves
+        place.write_bytes(b"half a file")
+    with warned(0):
+        put(store, [1] * 10)
+        assert found(another(store), [1] * 10) == 10
+    assert mine.read_text() == (folder / "mine").read_text() == "mine"
+    assert not (folder / "nothing").exists()

@@ -14,7 +14,7 @@ from gpt_bounded_cache import BCTConfig
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from llama_kv_cache import Llama
 from load_gpt2_weights import load_model, load_tokenizer
-from pocket import batches, checkpoints, corpus, evaluation, recipes, starts, training
+from pocket import batches, checkpoints, corpus, evaluation, recipes, starts, train, training
 from pocket.recipes import RECIPES, Phase, Recipe
 from pocket.tokenizer import TOKENIZER, VOCABULARY, train_tokenizer
 from tests.helpers import ROOT, process, run
@@ -293,3 +293,19 @@ def test_a_damaged_state_is_noticed(content: object, end: int | None, tmp_path: 
     with pytest.raises(ValueError, match="last.pt is damaged"):
         training.train(TINY, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["last.pt"]
+
+
+def test_the_command_trains_what_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finished = []
+    monkeypatch.setattr(train, "train", lambda *_: (nn.Linear(1, 1), []))
+    monkeypatch.setattr(train, "finish", lambda recipe, *rest: finished.append((recipe, rest[-1])))
+    for words, name in [
+        ("llama", "llama"),
+        ("bct", "bct"),
+        ("bct --rule sum", "bct-sum"),
+        ("student --kind prompt", "student-prompt"),
+    ]:
+        assert run(train.main, *words.split(), "--out", tmp_path).code == 0
+        assert finished.pop() == (RECIPES[name], tmp_path)
+    ran = run(train.main, "llama", "--rule", "sum")  # makes no sense
+    assert ran.code == 2 and "--rule" in ran.err.splitlines()[-1]

@@ -350,3 +350,20 @@ def test_a_bare_run_needs_only_the_files_that_are_named(tmp_path: Any) -> None:
     copied("generate", tmp_path)
     ran = process(sys.executable, "-m", "borrow.use_transformers", folder=tmp_path)
     assert ran.code == 0 and ran.out.count(" bytes\n") == len(CACHES), ran.err
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_an_attention_that_is_changed_afterwards_is_noticed(layer: int) -> None:
+    model, ids = tiny("Llama"), torch.randint(1, 50, (1, 20))
+    cache = TransformersCache(KVCache(), model)
+    read(model, ids, cache)
+    attention = model.model.layers[layer].self_attn
+    attention.config = copy.copy(attention.config)
+    attention.config._attn_implementation = "sdpa"
+    with pytest.raises(ValueError, match=f"{layer} layers have attended .* or was changed"):
+        read(model, ids, cache)
+    assert len(cache.ours) == 20
+    model.set_attn_implementation("sdpa")
+    attention.config = model.config
+    written(model, ids, KVCache())
+    assert len(model._forward_hooks) == 1
