@@ -64,7 +64,7 @@ def parallel(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
     and no tensor of T x M x D numbers (the slots after every token).
 
     Weights may be 0 or as small as 1e-12, and slots of mass 0 don't count, as in read(). After every token at least one
-    slot has mass. Gradients are finite, also those of slots of mass 0, and are those of recurrent().
+    slot has mass. Gradients are finite, also those of slots of mass 0; all others are those of recurrent().
     """
     raise NotImplementedError("exercise 4.3")
 

@@ -20,7 +20,8 @@ from gpt_kv_cache import GPTConfig, KVCache
 
 def splice_last(cache: KVCache, source: KVCache, n: int) -> None:
     """Replace the keys and values of a cache's last n tokens by the source's last n, in all rows and layers of
-    `layers`; for n = 0, of none. The source doesn't change, and the two share no memory.
+    `layers`; for n = 0, of none. The source doesn't change, and the two share no memory. A cache may begin after
+    position 0.
 
     A layer's tensor (2, B, H, any, D) may be longer than its cache: after a failed pass it holds more than len(cache)
     tokens, and the rest doesn't count. Raises ValueError, with the two numbers or shapes that don't fit, and changes
