@@ -239,8 +239,9 @@ def test_what_stays_and_what_follows(impl: ModuleType) -> None:
         weights = torch.randint(5, (2, k + 1, 9))
         p, q = weights / weights.sum(-1, keepdim=True)
         q = p.lerp(q, draw.choice([0.0, 0.001, 1.0]))[:k]  # equal, nearly, or not at all
+        q = q * (1 + 2**-23)  # rounded up
         draft = [draw.choice(row.nonzero().flatten().tolist()) for row in q]
-        u = [draw.choice([0.0, draw.random()]) for _ in draft]
+        u = [draw.choice([0.0, draw.random(), 1 - 2**-24]) for _ in draft]
         stays = [u[i] * q[i, token] < p[i, token] for i, token in enumerate(draft)]
         right = [*stays, False].index(False)
         lacking = (p - F.pad(q, (0, 0, 0, 1))).clamp(min=0)[right]
