@@ -12,6 +12,7 @@ from studies.bounding import study as bounding
 from studies.pretraining import study as pretraining
 from studies.pretraining.study import MEMORIES, measure, recipe_of
 from studies.results import Results
+from tests.helpers import ROOT
 
 SMALL = {"n_layer": 1, "n_head": 2, "n_embd": 16, "head_dim": 32}
 AT = {"built": "scratch"}
@@ -30,6 +31,19 @@ def test_all_models_read_the_same_batches() -> None:
     assert first.rows.shape == (5, 513)
     for other in others:
         assert torch.equal(first.rows, other.rows) and torch.equal(first.weights, other.weights)
+
+
+def test_the_page_says_how_many_more_weights_a_memory_brings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()  # models of the recorded size
+    recipes = [recipe_of(way, 1500, 20_000) for way in ("full", "ours", "delta", "window")]
+    full, *others = (
+        sum(p.numel() for p in recipe.model_class(recipe.config).parameters()) for recipe in recipes
+    )
+    ours, delta, window = (f"{weights / full - 1:.0%}" for weights in others)
+    page = (ROOT / "studies" / "bounding" / "README.md").read_text(encoding="utf-8")
+    assert f"our rule ({ours} more weights), the delta rule ({delta};" in page and window == "0%"
 
 
 @pytest.mark.slow
