@@ -59,7 +59,7 @@ def judge_claim(results: Results, claim: Claim) -> Finding:
     """Return what was found of a claim, under the conditions of all figures that it looks up. Raises
     Missing if figures are missing everywhere."""
     there = results.at(**results.here(claim.at))
-    there.place, there.conditions_read = "", {}
+    there.conditions_read = {}
     answer, *texts = claim.judge(there)
     verdict = ""
     if answer is not None and not results.no_verdict_reason:

@@ -207,7 +207,8 @@ def test_a_claim_on_every_size_is_as_good_as_the_worst(rows: Results) -> None:
     assert [*rows.conditions_read] == ["a machine; size 1", "a machine; size 2"]
     rows.every["size"] = [1, 3]
     assert for_each(rows, "size", judge) == (None, "1", "1: 0.00")  # size 3 wasn't measured
-    assert for_each(rows.at_place("size", 2), "size", judge) == (-1, "2", "2: 0.00")
+    rows.every["size"] = [2]
+    assert for_each(rows, "size", judge) == (-1, "2", "2: 0.00")
 
 
 def test_a_curve_over_a_part_of_the_setting_is_of_one_setting(rows: Results) -> None:
