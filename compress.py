@@ -519,7 +519,7 @@ def demo(model: nn.Module, rows: list[list[int]], where: str, study: str) -> Non
 
 {comparison_table(caches, ids)}
 
-Full attention is exact, wherever its memory comes from. Rounding approximates every
+Caches that keep all that the model's own cache keeps are exact. Rounding approximates every
 old token; windows, sinks and small norms forget whole ones. KL is of the second half.
 Half precision halves every number but the codes, so rounding gains less there.
 The full study, with what each remembers: {study}""")

@@ -45,28 +45,36 @@ REWORDED = {  # recorded conditions, and how a page words them
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of a claim, or a question of ours: the conditions of its figures, a sentence, all
-    figures in words, and the verdict, "" if rows are missing or the run is reduced."""
+    """What was found of a claim, or a question of ours, in a page's words: the conditions of its
+    figures, a sentence, all figures, and the verdict, "" if rows are missing or the run is reduced."""
 
     claim: Claim
     conditions: list[str]
     sentence: str
-    figure: str
+    figures: str
     verdict: str
+
+
+def reworded(text: str) -> str:
+    """Return names and conditions, as they were recorded, as a page words them: without dates."""
+    for recorded_words, words in REWORDED.items():
+        text = text.replace(recorded_words, words)
+    return re.sub(r"; \d{4}-\d\d-\d\d", "", text)
 
 
 def judge_claim(results: Results, claim: Claim) -> Finding:
     """Return what was found of a claim, under the conditions of all figures that it looks up. Raises
     Missing if figures are missing everywhere."""
     there = results.at(**results.here(claim.at))
-    there.place, there.conditions_read = "", {}
+    there.conditions_read = {}
     answer, *texts = claim.judge(there)
     verdict = ""
     if answer is not None and not results.no_verdict_reason:
         verdict = (VERDICTS if claim.section else OUR_VERDICTS)[answer]
         if claim.their_model and answer == DOES_NOT_HOLD:
             verdict = NOT_AT_OUR_SIZE
-    return Finding(claim, [*there.conditions_read], texts[0], texts[-1], verdict)
+    conditions = [*dict.fromkeys(map(reworded, there.conditions_read))]
+    return Finding(claim, conditions, reworded(texts[0]), reworded(texts[-1]), verdict)
 
 
 def claims_in(study: str) -> list[Claim]:
@@ -108,13 +116,6 @@ def claims_of_source(source: str) -> list[Finding]:
     return [found for study in SOURCES[source] for found in judge_claims(recorded(study))[0]]
 
 
-def reworded(text: str) -> str:
-    """Return names and conditions, as they were recorded, as a page words them: without dates."""
-    for recorded_words, words in REWORDED.items():
-        text = text.replace(recorded_words, words)
-    return re.sub(r"; \d{4}-\d\d-\d\d", "", text)
-
-
 def measured_on(found: Finding) -> str:
     """Return the models that a claim was measured on, with their sizes in millions of parameters."""
     models = {}
@@ -126,12 +127,12 @@ def measured_on(found: Finding) -> str:
     text = ", ".join(models.values()) or found.conditions[0].partition(";")[0]
     if found.verdict == NOT_AT_OUR_SIZE:
         text += f"; the source: {found.claim.their_model}"
-    return reworded(text)
+    return text
 
 
 def cells_of(found: Finding) -> list[str]:
     """Return a claim in plain words, the verdict, what was found in a sentence, and its models."""
-    return [found.claim.plain, found.verdict, reworded(found.sentence), measured_on(found)]
+    return [found.claim.plain, found.verdict, found.sentence, measured_on(found)]
 
 
 def claim_tables(findings: Sequence[Finding]) -> list[str | Table]:
@@ -143,14 +144,14 @@ def claim_tables(findings: Sequence[Finding]) -> list[str | Table]:
     for number, found in enumerate(findings, 1):
         claim, (plain, *cells) = found.claim, cells_of(found)
         in_short.append([f"{number}. {plain}", *cells])
-        for conditions in map(reworded, found.conditions):
+        for conditions in found.conditions:
             letters.setdefault(conditions, ascii_lowercase[len(letters)])
-        here = ", ".join(dict.fromkeys(letters[reworded(x)] for x in found.conditions))
+        here = ", ".join(letters[conditions] for conditions in found.conditions)
         words, test = f"Our question ({here})", ""
         if claim.section:
             words = f'"{claim.quote}" ({claim.section}; {here})'
             test = f" Our test differs: {claim.partly}." if claim.partly else " Tested as stated."
-        in_full.append(f"{number}. {words}: {reworded(found.figure)}.{test}")
+        in_full.append(f"{number}. {words}: {found.figures}.{test}")
     return [
         *(f"Conditions of {source.title}: {source.theirs}." for source in sources),
         Table(["claim", "verdict", "found here", "measured on"], in_short, left_aligned=4),

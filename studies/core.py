@@ -116,7 +116,7 @@ def open_results(
 
 def page_of(results: Results) -> list[str | Table]:
     """Return the claims and the table of a study, for a terminal. A claim that lacks figures is
-    shown by its plain words alone; columns without figures are left out."""
+    shown by its plain words alone."""
     parts = by_arithmetic([results.study])
     if results.no_verdict_reason:
         parts.append(f"A {results.no_verdict_reason}: figures, and no verdict.")
@@ -126,12 +126,7 @@ def page_of(results: Results) -> list[str | Table]:
     if lacking:
         words = "; ".join(claim.plain for claim in lacking)
         parts.append(f"Left out, as figures are missing: {words}.")
-    title, (header, rows, _) = table_of(results)
-    filled = [i for i in range(len(header)) if any(row[i] != "-" for row in rows)]
-    if filled:  # a reduced run may fill no line
-        header, *rows = [[row[i] for i in filled] for row in (header, *rows)]
-        parts += [title, Table(header, rows)]
-    return parts
+    return parts + table_of(results)
 
 
 def report(results: Results) -> None:

@@ -8,26 +8,38 @@ beside a limit, unless it is exact: a count, or arithmetic.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from support.statistics import MIN_VALUES_OF_INTERVAL, bootstrap, interval, mean_of_rows
+from support.statistics import (
+    MIN_VALUES_OF_INTERVAL,
+    bootstrap,
+    interval,
+    mean_of_rows,
+    wilson_interval,
+)
 
-# How values become a figure with its interval. "perplexity" is given mean nats; an "exact" metric, a
-# count or arithmetic, needs only one value; a "series" is a curve over tokens; a figure of few
-# "turns" is their median, and its interval is their range.
+# How values become a figure with its interval. "perplexity" is given mean nats; a "share" is one of
+# hits, and Wilson's interval has a width even where all agree; an "exact" metric, a count or
+# arithmetic, needs only one value; a "series" is a curve over tokens; a figure of few "turns" is
+# their median, and its interval is their range.
 REDUCTIONS: dict[str, Callable[[np.ndarray], Sequence[float]]] = {
     "mean": lambda values: interval(values, mean_of_rows),
+    "share": lambda hits: wilson_interval(hits.sum(), len(hits)),
     "perplexity": lambda nats: np.exp(interval(nats, mean_of_rows)),
     "median": lambda values: bootstrap(values, partial(np.median, axis=-1)),
     "turns": lambda values: (np.median(values), min(values), max(values)),
     "exact": lambda values: [np.mean(values)] * 3,
     "series": lambda values: (np.mean(values), -math.inf, math.inf),
 }
-MIN_VALUES = {"turns": 3, "exact": 1}  # of an interval, where it isn't MIN_VALUES_OF_INTERVAL
+MIN_VALUES = {
+    "turns": 3,
+    "share": 1,
+    "exact": 1,
+}  # of an interval, where it isn't MIN_VALUES_OF_INTERVAL
 RELATIVE = ("perplexity", "median", "turns")  # compared by ratio, all others by difference
 HOLDS, NOT_SHOWN, DOES_NOT_HOLD = 1, 0, -1
 VERDICTS = {HOLDS: "HOLDS", NOT_SHOWN: "NOT SHOWN", DOES_NOT_HOLD: "DOES NOT HOLD"}
@@ -104,7 +116,7 @@ class Figure:
         without pairs the interval is the widest that the two allow."""
         relative = self.metric.reduction in RELATIVE
         form = "+.1%" if relative else f"+{self.metric.form.removeprefix('+')}"
-        metric = Metric(self.metric.reduction, form)
+        metric = Metric(self.metric.reduction if relative else "mean", form)
         if len(self.values) == len(other.values) > 1:
             values, other_values = np.array(self.values), np.array(other.values)
             is_time = metric.reduction in ("median", "turns")
@@ -142,30 +154,27 @@ class Source:
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim in its source's words and in plain ones, or a question of ours, in plain words alone;
-    and a function that judges it: given the results, it returns an answer, the finding in one
-    sentence, and all figures in words."""
+    """A claim in its source's words and in plain ones, or a question of ours, in plain words alone.
+
+    It is made by calling it, as a decorator, with the function that judges it: given the results, that
+    returns an answer, the finding in one sentence, and all figures in words.
+    """
 
     source: Source
     section: str
     quote: str
     plain: str
-    judge: Callable[[Any], Answer]
     partly: str = ""  # why not all of it is tested as stated
     their_model: str = ""  # larger than ours, for which the source gives a number
     at: dict[str, Any] = field(default_factory=dict)  # the setting in which figures are looked up
+    judge: Callable[[Any], Answer] | None = None
+
+    def __call__(self, judge: Callable[[Any], Answer]) -> "Claim":
+        return replace(self, judge=judge)
 
 
-def claim(
-    source: Source, section: str, quote: str, plain: str, **details: Any
-) -> Callable[[Callable], Claim]:
-    """Make a function of the results a claim of a source."""
-    return lambda judge: Claim(source, section, quote, plain, judge, **details)
-
-
-def question(plain: str, **details: Any) -> Callable[[Callable], Claim]:
-    """Make a function of the results a question of ours."""
-    return claim(Source("", ""), "", "", plain, **details)
+claim = Claim
+question = partial(Claim, Source("", ""), "", "")
 
 
 def for_each(results: Any, key: str, judge: Callable[[Any], tuple]) -> tuple[int | None, ...]:
@@ -175,8 +184,10 @@ def for_each(results: Any, key: str, judge: Callable[[Any], tuple]) -> tuple[int
     figures."""
     said = {}
     for value in results.every[key]:
+        there = results.at(**{key: value})
+        there.place = f"{value}"
         try:
-            said[f"{value}"] = judge(results.at_place(key, value))
+            said[there.place] = judge(there)
         except Missing:
             continue
     if not said:

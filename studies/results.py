@@ -24,7 +24,6 @@ from tqdm import tqdm
 from studies.judging import Figure, Metric, Missing, figure_of
 from support.conditions import conditions
 from support.files import parse_json, read_text, write_text
-from support.statistics import wilson_interval
 
 STUDIES_FOLDER = Path(__file__).resolve().parent
 Row = dict[str, Any]  # as JSON has it
@@ -43,11 +42,10 @@ class Results:
         self.metrics: dict[str, Metric] = self.claims.METRICS
         self.usual: Setting = dict(self.claims.USUAL)  # what a setting leaves out
         self.every: dict[str, Sequence] = dict(getattr(self.claims, "EVERY", {}))
-        self.instead: dict[
-            str, str
-        ] = {}  # the model of a run, by those in whose place claims are judged on it
+        # The model of a run, by those in whose place claims are judged on it:
+        self.instead: dict[str, str] = {}
         self.conditions_read: dict[str, None] = {}  # of the figures looked up, each once
-        self.place = ""  # the last one that at_place() was given
+        self.place = ""  # that for_each() judges in
         self.conditions: list[str] = []  # of the rows to come
         self.progress = tqdm(desc=study, unit=" rows", leave=False, delay=1)
         file_name = "reduced.jsonl" if no_verdict_reason else "rows.jsonl"
@@ -86,12 +84,6 @@ class Results:
         """Return these results, in which figures are looked up in a setting."""
         there = copy.copy(self)
         there.usual = self.usual | setting
-        return there
-
-    def at_place(self, key: str, value: Any) -> "Results":
-        """Return these results in one place, a value of a part of the setting, of those in `every`."""
-        there = self.at(**{key: value})
-        there.every, there.place = self.every | {key: [value]}, f"{value}"
         return there
 
     def find(self, way: str, metric: str, **setting: Any) -> Row | None:
@@ -166,9 +158,3 @@ class Results:
         if known."""
         for metric, bounds in metrics.items():
             self._append(way, setting, metric, Figure(*bounds), count)
-
-    def add_share(self, way: str, setting: Setting, metric: str, hits: Sequence[bool]) -> None:
-        """Append the share of hits, with Wilson's interval, which has a width even where all
-        agree."""
-        figure = Figure(*wilson_interval(sum(hits), len(hits)))
-        self._append(way, setting, metric, figure, len(hits), values=[*map(int, hits)])

@@ -90,29 +90,37 @@ def column_here(results: Results, column: Column) -> Column:
 
 
 def table_of(results: Results) -> list[str | Table]:
-    """Return the study's table, one line for each way; lines without a figure are left out."""
-    layout, table_rows = results.claims.TABLE, []
-    shown = [column_here(results, column) for column in layout.columns]
+    """Return the study's table, one line for each way, without lines and columns that have no
+    figure; nothing if there is none."""
+    layout = results.claims.TABLE
+    asked = [column_here(results, column) for column in layout.columns]
     if layout.every:
-        places = results.every[layout.every]
-        shown = [
+        asked = [
             Column(f"{place}: {title}", metric, setting | {layout.every: place})
-            for place in places
-            for title, metric, setting in shown
+            for place in results.every[layout.every]
+            for title, metric, setting in asked
         ]
-    for way, setting in matching_ways(results, layout.ways):
-        cells = []
-        for _, asked, column_setting in shown:
-            metric, _, interval = asked.partition(" ")
-            both_settings = setting | column_setting
-            agree = both_settings == column_setting | setting
-            if agree and results.find(way, metric, **both_settings):
-                cells.append(format(results.figure(way, metric, **both_settings), interval))
-            else:
-                cells.append("-")
-        if {*cells} != {"-"}:
-            table_rows.append([name_of(results, way, setting), *cells])
-    return [layout.title, Table(["", *(column.title for column in shown)], table_rows)]
+    ways = matching_ways(results, layout.ways)
+    shown = {"": [name_of(results, way, setting) for way, setting in ways]}
+    for title, metric, column_setting in asked:
+        cells = [cell(results, way, setting, metric, column_setting) for way, setting in ways]
+        if any(cells):
+            shown[title] = cells
+    table_rows = [
+        [x or "-" for x in row] for row in zip(*shown.values(), strict=True) if any(row[1:])
+    ]
+    return [layout.title, Table([*shown], table_rows)] if table_rows else []
+
+
+def cell(results: Results, way: str, setting: Setting, asked: str, column: Setting) -> str:
+    """Return a metric, "metric ±" with its interval, of a way in the settings of its line and of its
+    column; "" if these exclude each other, or if it wasn't measured."""
+    metric, _, interval = asked.partition(" ")
+    both_settings = setting | column
+    agree = both_settings == column | setting
+    if agree and results.find(way, metric, **both_settings):
+        return format(results.figure(way, metric, **both_settings), interval)
+    return ""
 
 
 def points_of(

@@ -148,7 +148,7 @@ def test_a_claim_says_its_figures_and_a_reduced_run_gives_no_verdict(
     rows.add_values("new", {}, share=[0.6, 0.7, 0.8, 0.9], time=[1.0] * 4, count=[7])
     theirs, ours = judge_claims(rows)[0]
     assert (theirs.verdict, ours.verdict) == ("HOLDS", "YES")
-    assert theirs.figure.startswith("0.75 (0.54 to 0.96) against 0.25: +0.50")
+    assert theirs.figures.startswith("0.75 (0.54 to 0.96) against 0.25: +0.50")
     assert theirs.sentence == "The new way has 0.75" and theirs.conditions == ["a machine; today"]
     rows.add_values("new", {}, share=[0.0, 0.1, 0.2, 0.1])  # against a number for a larger model
     refuted = judge_claim(rows, newer_is_better)
@@ -207,7 +207,8 @@ def test_a_claim_on_every_size_is_as_good_as_the_worst(rows: Results) -> None:
     assert [*rows.conditions_read] == ["a machine; size 1", "a machine; size 2"]
     rows.every["size"] = [1, 3]
     assert for_each(rows, "size", judge) == (None, "1", "1: 0.00")  # size 3 wasn't measured
-    assert for_each(rows.at_place("size", 2), "size", judge) == (-1, "2", "2: 0.00")
+    rows.every["size"] = [2]
+    assert for_each(rows, "size", judge) == (-1, "2", "2: 0.00")
 
 
 def test_a_curve_over_a_part_of_the_setting_is_of_one_setting(rows: Results) -> None:

@@ -149,7 +149,7 @@ def measure_quality(
             bleu=interval(counts, bleu),
             lost=interval(np.stack([counts, full_counts], 1), bleu_loss),
         )
-        rows.add_share(way, setting, "facts", right)
+        rows.add_values(way, setting, facts=right)
 
 
 def measure_long_texts(

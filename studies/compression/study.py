@@ -157,7 +157,7 @@ def measure(rows: Results, args: argparse.Namespace) -> None:
                 right = score_answers(readers[way], tokenizer, questions)[1]
             else:
                 right = right_answers(readers[way], tokenizer, quick=args.quick)
-            rows.add_share(way, setting, "facts", right)
+            rows.add_values(way, setting, facts=right)
 
 
 main = partial(
