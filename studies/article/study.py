@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import gpt_baseline
 import gpt_bounded_cache
 import gpt_kv_cache
-from formats.tokenizers import Numbers
+from formats.tokenizers import ARTICLE_PROMPT, Numbers
 from gpt_kv_cache import KVCache
 from load_gpt2_weights import random_model
 from studies.article.claims import LONGER_PROMPTS, SMALL
@@ -34,7 +34,6 @@ from studies.core import run_study
 from studies.results import Results, Setting
 from support.timing import TimedText, run_in_turns, time_text
 
-PROMPT = "Hello, I am"  # the article's
 WINDOW = 8  # of the two lines, and the text on which they are tried
 TEXT_LENGTH = 40
 MAX_LOGIT_ERROR = 1e-3  # as a share of the largest logit; a position beyond it is wrong
@@ -55,19 +54,18 @@ def generate_with_all_logits(
         ids = torch.cat([ids, token], dim=1)
 
 
-def generate_preallocated(
-    model: gpt_bounded_cache.GPT, ids: Tensor, new_tokens: int
-) -> Iterator[Tensor]:
-    """Return greedy tokens, with a cache that is allocated once."""
-    cache = gpt_bounded_cache.PreallocatedCache(ids.size(1) + new_tokens)
-    return gpt_bounded_cache.generate(model, ids, new_tokens, cache=cache)
+class PreallocatedGPT(gpt_bounded_cache.GPT):
+    """A GPT whose caches are allocated once."""
+
+    def new_cache(self) -> KVCache:
+        return gpt_bounded_cache.PreallocatedCache(self.config.n_ctx)
 
 
 WAYS = {  # the model, and what writes with it
     "all-logits": (gpt_baseline.GPT, generate_with_all_logits),
     "no-cache": (gpt_baseline.GPT, gpt_baseline.generate),
     "growing": (gpt_kv_cache.GPT, gpt_kv_cache.generate),
-    "preallocated": (gpt_bounded_cache.GPT, generate_preallocated),
+    "preallocated": (PreallocatedGPT, gpt_bounded_cache.generate),
 }
 
 
@@ -91,7 +89,7 @@ def measure_times(
     rows.set_model_conditions(
         f"{geometry}, random weights",
         models["growing"],
-        f"{new_tokens} tokens after {'longer prompts' if setting else repr(PROMPT)}, turns: {turns}",
+        f"{new_tokens} new tokens, turns: {turns}",
     )
     seconds = {}
     for way in ways:
@@ -141,23 +139,20 @@ FEEDINGS = {  # the cache, and the lengths of the passes that read one text
 
 
 @torch.no_grad()
-def wrong_shares_of_two_lines() -> dict[str, float]:
-    """Return, by feeding, the share of positions whose logits differ from attention to the last
+def measure_two_lines(rows: Results) -> None:
+    """Append, by feeding, the share of positions whose logits differ from attention to the last
     WINDOW tokens. In a pass only the last position counts, since it predicts the next token."""
     model = random_model(gpt_bounded_cache.GPT, SMALL["model"])
     for parameter in model.parameters():
         parameter.mul_(3)  # else the logits of an untrained model hardly depend on what it reads
     ids = torch.randint(model.config.vocab_size, (1, TEXT_LENGTH))
     expected = model(ids, gpt_bounded_cache.SlidingWindowCache(WINDOW))[0]
-    wrong_shares = {}
-    for name, (make_cache, lengths) in FEEDINGS.items():
-        cache = make_cache()
-        chunks = ids.split(lengths, dim=1)
+    for way, (make_cache, lengths) in FEEDINGS.items():
+        cache, chunks = make_cache(), ids.split(lengths, dim=1)
         logits = torch.cat([model(chunk, cache, last_only=True)[0] for chunk in chunks])
         errors = (logits - expected[np.cumsum(lengths) - 1]).abs().amax(-1)
         right = errors <= MAX_LOGIT_ERROR * expected.abs().max()  # a NaN isn't
-        wrong_shares[name] = 1 - float(right.float().mean())
-    return wrong_shares
+        rows.add_values(way, SMALL, wrong=(~right).tolist())
 
 
 # --- The study --------------------------------------------------------------------------------------
@@ -170,10 +165,9 @@ def measure(rows: Results, quick: bool) -> None:
             f"{SMALL['model']} (layers, heads, width), random weights",
             f"a window of {WINDOW}, a text of {TEXT_LENGTH} tokens",
         )
-        for way, wrong_share in wrong_shares_of_two_lines().items():
-            rows.add_values(way, SMALL, wrong=[wrong_share])
+        measure_two_lines(rows)
     geometry, new_tokens, turns = (SMALL["model"], 20, 1) if quick else ("124M", 200, 3)
-    prompt = torch.tensor([Numbers().encode(PROMPT)])  # in GPT-2's tokens
+    prompt = torch.tensor([Numbers().encode(ARTICLE_PROMPT)])  # in GPT-2's tokens
     measure_times(rows, geometry, prompt, new_tokens, turns, {})
     for length in LONGER_PROMPTS:
         ids = torch.randint(50257, (1, length))

@@ -128,8 +128,8 @@ def omitted_tokens(results: Results) -> Answer:
     at=SMOLLM2,
 )
 def similarity(results: Results) -> Answer:
-    published = results.figure("published", "similarity")
-    return NOT_SHOWN, f"The answers by the paper's call have a similarity of {published:±}"
+    similarity = results.figure("published", "similarity")
+    return NOT_SHOWN, f"The answers by the paper's call have a similarity of {similarity:±}"
 
 
 @claim(
