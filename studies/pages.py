@@ -16,12 +16,12 @@ from studies.claims import (
 )
 from studies.claims import recorded as rows  # by the study's name
 from studies.judging import Figure
+from studies.replay import table_of_rates
 from studies.showing import draw_figures, table_of
-from support.files import read_csv, read_text
-from support.tables import Table, page
+from support.files import read_text
+from support.tables import page
 
 ROOT = Path(__file__).resolve().parent.parent
-TRACES = sorted((ROOT / "studies" / "recycling").glob("replay_*.csv"))
 
 
 def figure(study: str, way: str, metric: str, **setting: Any) -> Figure:
@@ -62,19 +62,9 @@ def finding(study: str, claim: str) -> str:
 
 
 def replay_hit_rates() -> str:
-    """Return the hit rates of studies/recycling/replay_*.csv, side by side."""
-    rates_by_trace = {}
-    for path in TRACES:
-        rates = {row["capacity_blocks"]: row["token_hit_rate"] for row in read_csv(path)}
-        rates_by_trace[path.stem.removeprefix("replay_")] = rates
-    lines = []
-    for capacity in max(rates_by_trace.values(), key=len):
-        found = [rates.get(capacity) for rates in rates_by_trace.values()]
-        name = f"{int(capacity):,}" if capacity.isdecimal() else capacity
-        lines.append([name, *("-" if rate is None else f"{float(rate):.1%}" for rate in found)])
-    header = ["capacity, blocks of 512 tokens", *rates_by_trace]
-    note = "A dash: the trace has fewer different blocks, so the capacity is no limit."
-    return page([Table(header, lines), note], markdown=True)
+    """Return the hit rates that studies.replay has found, by capacity and trace."""
+    rates = table_of_rates(ROOT / "studies" / "recycling" / "replay.csv")
+    return page([rates], markdown=True)
 
 
 def table(study: str) -> str:

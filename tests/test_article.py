@@ -8,15 +8,17 @@ from studies.article import study as article
 from studies.results import Results
 
 
-def test_the_window_of_two_lines_is_right_token_by_token_only() -> None:
-    right, *wrong = article.wrong_shares_of_two_lines().values()
+def test_the_window_of_two_lines_is_right_token_by_token_only(tmp_path: Path) -> None:
+    rows = Results("article", tmp_path, no_verdict_reason="reduced run")
+    article.measure_two_lines(rows)
+    right, *wrong = [row["value"] for row in rows.rows.values()]
     assert right == 0 and len(wrong) == 3 and min(wrong) > 0.5
 
 
 def test_every_way_writes_the_same_and_nothing_is_due_twice(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(article.Size, "quick", lambda: article.Size("1x1x8", 4, 1))
+    monkeypatch.setitem(article.SMALL, "model", "1x1x8")
     rows = Results("article", tmp_path, no_verdict_reason="reduced run")
     article.measure(rows, True)
     assert rows.figure("growing", "seconds").value > 0

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import gpt_bounded_cache as bounded
 from gpt_bounded_cache import BoundedMemory, SlidingWindowCache
 from pocket import corpus
-from studies.article import study as article
 from studies.bounding import study as bounding_study
 from studies.pretraining import study as pretraining
 from studies.recall import study as recall
@@ -86,7 +85,6 @@ SLOW += ["speculation"]
 @pytest.fixture
 def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quick runs become smaller still."""
-    monkeypatch.setattr(article.Size, "quick", lambda: article.Size("1x1x8", 4, 1))
     monkeypatch.setattr(bounding_study, "QUICK", SMALL_SIZE)
     monkeypatch.setattr(pretraining, "GEOMETRY", pretraining.GEOMETRY | {"n_layer": 1})
     monkeypatch.setattr(recall, "QUICK", recall.QUICK._replace(steps=3, answers=16))

@@ -307,23 +307,30 @@ def test_the_recorded_run_repeats_offline(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_replay_counts_what_a_brute_force_counts(tmp_path: Path) -> None:
-    rng, requests, chains, seen, tokens = random.Random(0), [], [[-1]], set(), 0
+    rng, requests, chains = random.Random(0), [], [[-1]]
     for i in range(300):
         chain = [*rng.choice(chains), *range(1000 * i, 1000 * i + rng.randint(0, 6))]
-        length = 512 * len(chain) - rng.randrange(512)
         chains.append(chain)
-        requests.append({"input_length": length, "hash_ids": chain})
-        known = next((i for i, block in enumerate(chain) if block not in seen), len(chain))
-        tokens += min(512 * known, length - 1)
-        seen |= {*chain}
-    trace, out = tmp_path / "small.jsonl", tmp_path / "out"
+        requests.append({"input_length": 512 * len(chain) - rng.randrange(512), "hash_ids": chain})
+    trace = tmp_path / "small.jsonl"
     trace.write_text("\n".join(map(json.dumps, requests)))
-    out.mkdir()
-    replay.replay_trace(trace, [1, 20, 80, 300, 10**6], out)
-    *rates, unlimited = [float(row["token_hit_rate"]) for row in read_csv(out / "replay_small.csv")]
-    in_all = sum(request["input_length"] for request in requests)
-    assert unlimited == pytest.approx(tokens / in_all, rel=1e-3)
-    assert rates == sorted(rates) and rates[0] < rates[2] < rates[-1] == unlimited
+    in_all, rates = sum(request["input_length"] for request in requests), []
+    for capacity in (1, 20, 80, 300, 10**6):
+        last_used, found = {}, 0  # by block, later ones are larger
+        for number, (length, chain) in enumerate(map(dict.values, requests)):
+            known = next((i for i, block in enumerate(chain) if block not in last_used), len(chain))
+            found += min(512 * known, length - 1)
+            last_used |= {block: (number, -i) for i, block in enumerate(chain)}
+            kept = sorted(last_used, key=last_used.get)[-capacity:]
+            last_used = {block: last_used[block] for block in kept}
+        rates.append(found / in_all)
+    assert [replay.token_hit_rate(replay.read_trace(trace), n) for n in (1, 20, 80, 300)] == rates[
+        :-1
+    ]
+    assert 0 < rates[0] < rates[1] < rates[2] < rates[3] < rates[4]
+    run(replay.main, trace, "--out", tmp_path)
+    *_, unlimited = read_csv(tmp_path / "replay.csv")
+    assert float(unlimited["small"]) == rates[-1]
 
 
 BAD_TRACES = {
@@ -420,24 +427,21 @@ def test_a_special_token_that_is_typed_is_text(pocket: GPT) -> None:
         assert ids[len(ids) - len(ends) :] == ends
 
 
-def tiny_trial(tests: list[str]) -> recycling.Trial:
-    tokenizer = load_tokenizer("pocket")
-    model = GPT(GPTConfig(tokenizer.n_vocab, 64, 1, 1, 8)).eval()
-    encoder = lambda texts: np.eye(2)[[int(text[:1] == "Q") for text in texts]]  # noqa: E731
-    return recycling.Trial(Recycler(Store(model), tokenizer, encoder), tests, 2)
-
-
 def test_in_the_sources_order_all_cold_runs_come_first_and_what_is_stored_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    tokenizer = load_tokenizer("pocket")
+    model = GPT(GPTConfig(tokenizer.n_vocab, 64, 1, 1, 8)).eval()
+    encoder = lambda texts: np.eye(2)[[int(text[:1] == "Q") for text in texts]]  # noqa: E731
+    recycler = Recycler(Store(model), tokenizer, encoder)
     texts = ["Notes: a goat", "Question: who?"]
-    trial = tiny_trial([f"{text} And?" for text in texts])
-    events, answer, add = [], trial.answer, trial.recycler.store_prompt
-    monkeypatch.setattr(trial, "answer", lambda way, *a: events.append(way) or answer(way, *a))
+    tests = [f"{text} And?" for text in texts]
+    events, answer, add = [], recycling.answer, recycler.store_prompt
     monkeypatch.setattr(
-        trial.recycler, "store_prompt", lambda text: events.append("store") or add(text)
+        recycling, "answer", lambda store, way, *a: events.append(way) or answer(store, way, *a)
     )
-    trial.store_and_answer(texts, "source", 3)
+    monkeypatch.setattr(recycler, "store_prompt", lambda text: events.append("store") or add(text))
+    recycling.store_and_answer(recycler, texts, tests, 2, "source", 3)
     assert events == ["cold"] * 2 + ["store"] * 2 + ["published"] * 2 + ["recycled"] * 2
     with pytest.raises(ValueError, match="exceed the context, 64"):
-        module.prompt_lengths(trial.recycler, ["goat " * 200], 2)
+        module.prompt_lengths(recycler, ["goat " * 200], 2)

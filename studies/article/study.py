@@ -2,18 +2,14 @@
 prompts, and its sliding window, which is two lines of code.
 
 `python3 -m studies.article` takes about ten minutes on one thread. Weights are random, as in the
-article, since times don't depend on them; all ways share them. What a step computes is counted on a
-smaller model.
+article, since times don't depend on them; all ways share them.
 
 Ways: without a cache, computing the logits of all positions, as the article's code does, or of the
 last one only; with a growing and a preallocated cache; and four ways to feed a text to the two
 lines.
 
-seconds   to write the 200 tokens
-time      over the growing cache's in the same turn: for the 200 tokens, or, after longer prompts,
-          for all new tokens but the first
-computed  tokens whose keys and values a step computes, by steps, and
-reused    those that it finds in the cache
+seconds   to write the tokens, after longer prompts all but the first
+time      over the growing cache's seconds in the same turn
 same      share of tokens equal to those written without a cache
 wrong     the share of positions whose logits differ from attention to the window's tokens
 
@@ -22,7 +18,6 @@ Source: Raschka 2025, "Understanding and Coding the KV Cache in LLMs from Scratc
 
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,43 +26,23 @@ from torch import Tensor, nn
 import gpt_baseline
 import gpt_bounded_cache
 import gpt_kv_cache
-from formats.tokenizers import Numbers
+from formats.tokenizers import ARTICLE_PROMPT, Numbers
 from gpt_kv_cache import KVCache
 from load_gpt2_weights import random_model
 from studies.article.claims import LONGER_PROMPTS, SMALL
 from studies.core import run_study
-from studies.results import Results
+from studies.results import Results, Setting
 from support.timing import TimedText, run_in_turns, time_text
 
-PROMPT = "Hello, I am"  # the article's
-MODULES = {
-    "all-logits": gpt_baseline,
-    "no-cache": gpt_baseline,
-    "growing": gpt_kv_cache,
-    "preallocated": gpt_bounded_cache,
-}
-GEOMETRY_NOTE = f"{SMALL['model']} (layers, heads, width), random weights"
 WINDOW = 8  # of the two lines, and the text on which they are tried
 TEXT_LENGTH = 40
 MAX_LOGIT_ERROR = 1e-3  # as a share of the largest logit; a position beyond it is wrong
 
 
-class Size(NamedTuple):
-    """A geometry, the tokens written after the article's prompt, and how often."""
-
-    geometry: str = "124M"
-    new_tokens: int = 200
-    turns: int = 3
-
-    @classmethod
-    def quick(cls) -> "Size":
-        """Return the size of a reduced run."""
-        return cls(SMALL["model"], 20, 1)
-
-
 # --- Time -------------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
 def generate_with_all_logits(
     model: gpt_baseline.GPT, ids: Tensor, new_tokens: int
 ) -> Iterator[Tensor]:
@@ -79,75 +54,52 @@ def generate_with_all_logits(
         ids = torch.cat([ids, token], dim=1)
 
 
-@torch.no_grad()
-def write_timed(
-    way: str, model: nn.Module, ids: Tensor, new_tokens: int, capacity: int, turn: int
-) -> TimedText:
-    """Write greedy tokens after ids (1, T). capacity: tokens of the preallocated cache."""
-    cache = gpt_bounded_cache.PreallocatedCache(capacity) if way == "preallocated" else KVCache()
-    generate = generate_with_all_logits if way == "all-logits" else MODULES[way].generate
-    cache_option = {} if MODULES[way] is gpt_baseline else {"cache": cache}
-    return time_text(lambda: generate(model, ids, new_tokens, **cache_option))
+class PreallocatedGPT(gpt_bounded_cache.GPT):
+    """A GPT whose caches are allocated once."""
+
+    def new_cache(self) -> KVCache:
+        return gpt_bounded_cache.PreallocatedCache(self.config.n_ctx)
 
 
-def measure_times(rows: Results, size: Size, prompt_length: int = 0) -> None:
-    """Append the figures of writing after the article's prompt, or after a prompt of so many random
-    tokens."""
-    if prompt_length:
-        prompt, setting, new_tokens = "longer prompts", {"after": prompt_length}, 16
-        ids = torch.randint(50257, (1, prompt_length))
-        ways = ["no-cache", "growing", "preallocated"]
-    else:
-        prompt, setting, new_tokens = repr(PROMPT), {}, size.new_tokens
-        ids = torch.tensor([Numbers().encode(PROMPT)])  # in GPT-2's tokens
-        ways = [*MODULES]
+WAYS = {  # the model, and what writes with it
+    "all-logits": (gpt_baseline.GPT, generate_with_all_logits),
+    "no-cache": (gpt_baseline.GPT, gpt_baseline.generate),
+    "growing": (gpt_kv_cache.GPT, gpt_kv_cache.generate),
+    "preallocated": (PreallocatedGPT, gpt_bounded_cache.generate),
+}
+
+
+def write_timed(way: str, model: nn.Module, ids: Tensor, new_tokens: int, turn: int) -> TimedText:
+    """Write greedy tokens after ids (1, T)."""
+    _, generate = WAYS[way]
+    return time_text(lambda: generate(model, ids, new_tokens))
+
+
+def measure_times(
+    rows: Results, geometry: str, ids: Tensor, new_tokens: int, turns: int, setting: Setting
+) -> None:
+    """Append the figures of writing after ids (1, T): the article's prompt, or a longer one, whose
+    length is the setting."""
+    ways = [*WAYS][1:] if setting else [*WAYS]
     if not rows.ways_due(ways, "time", **setting):
         return
-    models = {way: random_model(MODULES[way].GPT, size.geometry) for way in ways}  # equal weights
-    capacity = models["growing"].config.n_ctx if prompt_length else ids.size(1) + new_tokens
-    runs = {way: partial(write_timed, way, models[way], ids, new_tokens, capacity) for way in ways}
-    texts = run_in_turns(runs, size.turns)
+    models = {way: random_model(WAYS[way][0], geometry) for way in ways}  # equal weights
+    runs = {way: partial(write_timed, way, models[way], ids, new_tokens) for way in ways}
+    texts = run_in_turns(runs, turns)
     rows.set_model_conditions(
-        f"{size.geometry}, random weights",
+        f"{geometry}, random weights",
         models["growing"],
-        f"{new_tokens} tokens after {prompt}, turns: {size.turns}",
+        f"{new_tokens} new tokens, turns: {turns}",
     )
     seconds = {}
     for way in ways:
         seconds[way] = np.array([text.total_seconds for text in texts[way]])
-        if prompt_length:
+        if setting:
             seconds[way] -= [text.first_token_seconds for text in texts[way]]
-        else:
-            rows.add_values(way, setting, seconds=seconds[way])
     for way in ways:
         same = np.equal(texts[way][-1].ids, texts["no-cache"][-1].ids).mean()
         time = seconds[way] / seconds["growing"]
-        rows.add_values(way, setting, same=[same], time=time)
-
-
-# --- States -----------------------------------------------------------------------------------------
-
-
-def states_of_steps(way: str, new_tokens: int) -> list[tuple[int, int]]:
-    """Return of each step the tokens whose keys and values it computes, and those whose it reuses,
-    as the attention of the last layer is given them."""
-    model, counts = random_model(MODULES[way].GPT, SMALL["model"]), []
-
-    def count(_: nn.Module, q_k_v: tuple[Tensor, ...]) -> None:
-        q, k, *_ = q_k_v
-        counts.append((q.size(2), k.size(2) - q.size(2)))
-
-    model.h[-1].attn.register_forward_pre_hook(count)
-    write_timed(way, model, torch.tensor([Numbers().encode(PROMPT)]), new_tokens, 0, 0)
-    return counts
-
-
-def measure_states(rows: Results, new_tokens: int) -> None:
-    """Append the tokens that each step computes and reuses."""
-    rows.set_conditions(GEOMETRY_NOTE, f"{new_tokens} tokens after {PROMPT!r}")
-    for way in rows.ways_due(["no-cache", "growing"], "reused", **SMALL):
-        computed, reused = zip(*states_of_steps(way, new_tokens), strict=True)
-        rows.add_values(way, SMALL, computed=computed, reused=reused)
+        rows.add_values(way, setting, seconds=seconds[way], same=[same], time=time)
 
 
 # --- The window of two lines ------------------------------------------------------------------------
@@ -155,56 +107,52 @@ def measure_states(rows: Results, new_tokens: int) -> None:
 
 class TwoLines(KVCache):
     """The article's sliding window, cache_k = cache_k[:, :, -window_size:, :], on its growing
-    cache: the cache is cut before attention reads it. counts_positions: whether positions count all
-    tokens read, as the article's current_pos does; else they begin at the cache's length."""
-
-    def __init__(self, window: int, counts_positions: bool) -> None:
-        super().__init__()
-        self.window, self.counts_positions = window, counts_positions
+    cache: the cache is cut before attention reads it. Positions count all tokens read, as the
+    article's current_pos does."""
 
     def append(
         self, layer: int, k: Tensor, v: Tensor, pos: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         super().append(layer, k, v, pos)
-        kv = self.layers[layer] = self.layers[layer][..., -self.window :, :]
-        mask = torch.cat([self.pos, pos])[-self.window :] <= pos[:, None]
-        return kv[0], kv[1], mask if len(pos) > 1 else None
+        kv = self.layers[layer] = self.layers[layer][..., -WINDOW:, :]
+        mask = torch.cat([self.pos, pos])[-WINDOW:] <= pos[:, None]
+        return kv[0], kv[1], mask
 
     def commit(self, pos: Tensor) -> None:
         super().commit(pos)
-        self.pos = self.pos[-self.window :]
+        self.pos = self.pos[-WINDOW:]
+
+
+class TwoLinesByLength(TwoLines):
+    """The same, with positions that begin at the cache's length."""
 
     def positions(self, T: int) -> Tensor:
-        return super().positions(T) if self.counts_positions else len(self) + torch.arange(T)
+        return len(self) + torch.arange(T)
 
 
-FEEDINGS = {  # lengths of the passes that read one text
-    "token-by-token": [1] * TEXT_LENGTH,
-    "by-length": [1] * TEXT_LENGTH,  # positions by the cache's length
-    "prompt": [3 * WINDOW] + [1] * (TEXT_LENGTH - 3 * WINDOW),
-    "chunks": [5] * (TEXT_LENGTH // 5),
+FEEDINGS = {  # the cache, and the lengths of the passes that read one text
+    "token-by-token": (TwoLines, [1] * TEXT_LENGTH),
+    "by-length": (TwoLinesByLength, [1] * TEXT_LENGTH),
+    "prompt": (TwoLines, [3 * WINDOW] + [1] * (TEXT_LENGTH - 3 * WINDOW)),
+    "chunks": (TwoLines, [5] * (TEXT_LENGTH // 5)),
 }
 
 
 @torch.no_grad()
-def wrong_shares_of_two_lines() -> dict[str, float]:
-    """Return, by feeding, the share of positions whose logits differ from attention to the last
+def measure_two_lines(rows: Results) -> None:
+    """Append, by feeding, the share of positions whose logits differ from attention to the last
     WINDOW tokens. In a pass only the last position counts, since it predicts the next token."""
     model = random_model(gpt_bounded_cache.GPT, SMALL["model"])
     for parameter in model.parameters():
         parameter.mul_(3)  # else the logits of an untrained model hardly depend on what it reads
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (1, TEXT_LENGTH), generator=generator)
+    ids = torch.randint(model.config.vocab_size, (1, TEXT_LENGTH))
     expected = model(ids, gpt_bounded_cache.SlidingWindowCache(WINDOW))[0]
-    wrong_shares = {}
-    for name, lengths in FEEDINGS.items():
-        cache, chunks = TwoLines(WINDOW, name != "by-length"), ids.split(lengths, dim=1)
+    for way, (make_cache, lengths) in FEEDINGS.items():
+        cache, chunks = make_cache(), ids.split(lengths, dim=1)
         logits = torch.cat([model(chunk, cache, last_only=True)[0] for chunk in chunks])
-        expected_logits = expected[torch.tensor(lengths).cumsum(0) - 1]
-        errors = (logits - expected_logits).abs().amax(-1)
-        right = errors <= MAX_LOGIT_ERROR * expected_logits.abs().max()  # a NaN isn't
-        wrong_shares[name] = 1 - float(right.float().mean())
-    return wrong_shares
+        errors = (logits - expected[np.cumsum(lengths) - 1]).abs().amax(-1)
+        right = errors <= MAX_LOGIT_ERROR * expected.abs().max()  # a NaN isn't
+        rows.add_values(way, SMALL, wrong=(~right).tolist())
 
 
 # --- The study --------------------------------------------------------------------------------------
@@ -214,15 +162,16 @@ def measure(rows: Results, quick: bool) -> None:
     """Measure every figure that has no row yet."""
     if rows.ways_due(FEEDINGS, "wrong", **SMALL):
         rows.set_conditions(
-            GEOMETRY_NOTE,
+            f"{SMALL['model']} (layers, heads, width), random weights",
             f"a window of {WINDOW}, a text of {TEXT_LENGTH} tokens",
         )
-        for way, wrong_share in wrong_shares_of_two_lines().items():
-            rows.add_values(way, SMALL, wrong=[wrong_share])
-    size = Size.quick() if quick else Size()
-    measure_states(rows, size.new_tokens)
-    for prompt_length in (0, *LONGER_PROMPTS):
-        measure_times(rows, size, prompt_length)
+        measure_two_lines(rows)
+    geometry, new_tokens, turns = (SMALL["model"], 20, 1) if quick else ("124M", 200, 3)
+    prompt = torch.tensor([Numbers().encode(ARTICLE_PROMPT)])  # in GPT-2's tokens
+    measure_times(rows, geometry, prompt, new_tokens, turns, {})
+    for length in LONGER_PROMPTS:
+        ids = torch.randint(50257, (1, length))
+        measure_times(rows, geometry, ids, 16, turns, {"after": length})
 
 
 main = partial(run_study, __doc__, "article", "20 tokens, at a small geometry", measure)
