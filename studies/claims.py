@@ -46,7 +46,8 @@ REWORDED = {  # recorded conditions, and how a page words them
 @dataclass(frozen=True)
 class Finding:
     """What was found of a claim, or a question of ours, in a page's words: the conditions of its
-    figures, a sentence, all figures, and the verdict, "" if rows are missing or the run is reduced."""
+    figures, a sentence, all figures if these are more, and the verdict, "" if rows are missing or the
+    run is reduced."""
 
     claim: Claim
     conditions: list[str]
@@ -67,14 +68,14 @@ def judge_claim(results: Results, claim: Claim) -> Finding:
     Missing if figures are missing everywhere."""
     there = results.at(**results.here(claim.at))
     there.conditions_read = {}
-    answer, *texts = claim.judge(there)
+    answer, *texts = *claim.judge(there), ""
     verdict = ""
     if answer is not None and not results.no_verdict_reason:
         verdict = (VERDICTS if claim.section else OUR_VERDICTS)[answer]
         if claim.their_model and answer == DOES_NOT_HOLD:
             verdict = NOT_AT_OUR_SIZE
     conditions = [*dict.fromkeys(map(reworded, there.conditions_read))]
-    return Finding(claim, conditions, reworded(texts[0]), reworded(texts[-1]), verdict)
+    return Finding(claim, conditions, reworded(texts[0]), reworded(texts[1]), verdict)
 
 
 def claims_in(study: str) -> list[Claim]:
@@ -137,7 +138,8 @@ def cells_of(found: Finding) -> list[str]:
 
 def claim_tables(findings: Sequence[Finding]) -> list[str | Table]:
     """Return the conditions of each source, a table of what was found, and the same in full: the
-    conditions here, each with a letter, and each claim in its source's words, with all figures."""
+    conditions here, each with a letter, and each claim in its source's words, with all figures if
+    these are more."""
     sources = dict.fromkeys(found.claim.source for found in findings if found.claim.section)
     letters: dict[str, str] = {}  # by conditions
     in_short, in_full = [], []
@@ -147,11 +149,13 @@ def claim_tables(findings: Sequence[Finding]) -> list[str | Table]:
         for conditions in found.conditions:
             letters.setdefault(conditions, ascii_lowercase[len(letters)])
         here = ", ".join(letters[conditions] for conditions in found.conditions)
-        words, test = f"Our question ({here})", ""
+        sentences = [f"{number}. Our question ({here})"]
         if claim.section:
-            words = f'"{claim.quote}" ({claim.section}; {here})'
-            test = f" Our test differs: {claim.partly}." if claim.partly else " Tested as stated."
-        in_full.append(f"{number}. {words}: {found.figures}.{test}")
+            test = f"Our test differs: {claim.partly}" if claim.partly else "Tested as stated"
+            sentences = [f'{number}. "{claim.quote}" ({claim.section}; {here})', test]
+        if found.figures:
+            sentences.append(f"All figures: {found.figures}")
+        in_full.append(f"{'. '.join(sentences)}.")
     return [
         *(f"Conditions of {source.title}: {source.theirs}." for source in sources),
         Table(["claim", "verdict", "found here", "measured on"], in_short, left_aligned=4),

@@ -16,7 +16,7 @@ def test_every_claim_of_a_source_is_whole(source: str) -> None:
     verdicts = {*VERDICTS.values(), *OUR_VERDICTS.values(), NOT_AT_OUR_SIZE}
     for found in findings:
         assert found.verdict in verdicts, found.claim.plain
-        assert any(c.isdigit() for c in found.figures), "a verdict without a figure"
+        assert any(c.isdigit() for c in found.sentence), "a verdict without a figure"
         assert found.conditions and found.claim.plain and found.sentence
         assert not found.claim.section or (found.claim.source.theirs and found.claim.quote)
     counts = Counter(found.claim.source.title for found in findings)

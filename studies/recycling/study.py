@@ -196,7 +196,7 @@ main = partial(
     "recycling",
     "once, and 5 new tokens of other models than pocket",
     measure,
-    recorded_models=[*RECORDED_MODELS, "355M"],
+    recorded_models=[*RECORDED_MODELS, "355M", "microsoft/DialoGPT-medium"],
     beyond=[latency, never_slower],
     models=f"{NAMES}; or random weights of the size of {GEOMETRIES} (355M is DialoGPT-medium's)",
 )
