@@ -203,6 +203,6 @@ def test_bad_input_gets_one_sentence(tmp_path: Path) -> None:
 def test_the_simulation_has_the_sources_means_and_fires_as_often() -> None:
     ran = start("studies.simulation")
     found = {line.split()[0]: line.split()[1:] for line in ran.out.splitlines() if line[:2] == "  "}
-    assert found["confident"] == ["150", "0.0096", "0.0001", *["0.00"] * 4]  # means as the source's
+    assert found["confident"] == ["50", "0.0096", "0.0001", *["0.00"] * 4]  # means as the source's
     assert found["drift"] == ["100", "8.1466", "0.0028", "0.00", "0.06", "0.00", "0.03"]
     assert found["ambiguous"] == ["100", "8.5172", "0.0001", "0.06", "0.00", "0.01", "0.01"]
