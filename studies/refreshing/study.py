@@ -27,12 +27,11 @@ cache_error, kl             along texts that all ways read: |C_S - C_T| / |C_T| 
 """
 
 import argparse
-import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,19 +97,21 @@ class Student(NamedTuple):
     sampled: Sequence[str]  # ways
     greedy: Sequence[str] = ()
     along: Sequence[str] = ()  # one text that all of these read
-    turns: int = 0  # in which its ways are timed
+    is_timed: bool = False
     prompts: int = 50
     new_tokens: int = 1000
 
 
 STUDENTS = {  # by teacher
     "pocket": (
-        Student("pocket-student", {}, USUAL_WAYS, (), WAYS_ALONG_A_TEXT, turns=9),
+        Student("pocket-student", {}, USUAL_WAYS, (), WAYS_ALONG_A_TEXT, is_timed=True),
         Student("pocket-student", {"texts": 200}, BASELINES, BASELINES, prompts=200),
         Student("pocket-student-alone", {"trained": "alone"}, FEW_WAYS),
         Student("pocket-student-prompt", {"trained": "prompts"}, FEW_WAYS),
         # Trained with a dropout of 0.1, which is MonteCarloDropout's own rate.
-        Student("pocket-student-dropout", {"trained": "dropout"}, ("none", DROPOUT_WAY), turns=9),
+        Student(
+            "pocket-student-dropout", {"trained": "dropout"}, ("none", DROPOUT_WAY), is_timed=True
+        ),
     ),
     REAL_MODEL: (
         Student(
@@ -126,8 +127,7 @@ STUDENTS = {  # by teacher
 }
 
 
-@dataclass
-class Texts:
+class Texts(NamedTuple):
     """A teacher and a student, the prompts (B, T) that they continue by new tokens, and the setting
     of their rows."""
 
@@ -176,7 +176,7 @@ class Texts:
         return tokens, pair
 
     @torch.no_grad()
-    def gate_signals(self, split: str, gate: Gate) -> Tensor:
+    def gate_signals(self, split: str, gate: Gate) -> np.ndarray:
         """Return a gate's signals (B, T) on sampled texts without refreshes, one for each token at
         which it looks."""
         signals = []
@@ -185,7 +185,7 @@ class Texts:
         for t, _ in enumerate(tokens, 1):
             if t % gate.every == 0:
                 signals.append(gate.signal(pair).float().cpu())
-        return torch.stack(signals, 1)
+        return torch.stack(signals, 1).numpy()
 
     def add_threshold(self, way: str) -> None:
         """Append the threshold with which a gate fires as often as its name says, without refreshes on
@@ -193,7 +193,7 @@ class Texts:
         name, _, per_1000 = way.partition("~")
         gate = parse_policy(f"{name}:inf")
         signals = self.gate_signals("valid", gate)
-        most = float(per_1000) / 1000 * gate.every * signals.numel()
+        most = float(per_1000) / 1000 * gate.every * signals.size
         firings = partial(count_firings, signals, cooldown=math.ceil(gate.cooldown / gate.every))
         levels = sorted(signals.flatten().tolist(), reverse=True)  # the lower, the more firings
         threshold = levels[bisect_right(levels, most, lo=1, key=firings) - 1]
@@ -229,17 +229,6 @@ def refresh_as_published(
 # --- What is written --------------------------------------------------------------------------------
 
 
-def by_token(nats: Sequence[float], tokens: Sequence[int]) -> np.ndarray:
-    """Return each text's part (n,) in the mean nats per token of n texts. The mean of the parts is that
-    of all tokens, and their variance that of such a ratio.
-
-    Source: Cochran 1977, "Sampling Techniques", section 6.4 (linearized ratio).
-    """
-    nats, tokens = np.array(nats), np.array(tokens)
-    ratio = nats.sum() / tokens.sum()
-    return ratio + (nats - ratio * tokens) / tokens.mean()
-
-
 def add_quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
     """Append the figures of the texts that ways write after the prompts, with equal seeds."""
     rows, setting, ids = texts.rows, texts.setting | {"mode": mode}, texts.prompts["test"]
@@ -248,26 +237,31 @@ def add_quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
             texts.add_threshold(way)
         tokens, pair = texts.start_writing(way, ids, seed=0, mode=mode)
         written = [texts.until_end(text) for text in torch.cat([*tokens], 1).tolist()]
-        nats = []
+        nats = []  # of each text
         for prompt, text in zip(ids.tolist(), written, strict=True):
             losses = token_losses(texts.models["teacher"], prompt + text)
             nats.append(float(losses[-len(text) :].double().sum()))
+        nats, lengths = np.array(nats), np.array([*map(len, written)])
+        by_token = nats.sum() / lengths.sum()
         rows.add_values(
             way,
             setting,
             refreshes=pair.refresh_count.tolist(),
             repeated=map(repetition, written),
-            perplexity=by_token(nats, [*map(len, written)]),
+            # Each text's part in the mean by token: their mean is that one, and their variance that of
+            # such a ratio (Cochran 1977, "Sampling Techniques", section 6.4, linearized ratio).
+            perplexity=by_token + (nats - by_token * lengths) / lengths.mean(),
         )
 
 
-def count_firings(signals: Tensor, threshold: float, cooldown: int) -> int:
+def count_firings(signals: np.ndarray, threshold: float, cooldown: int) -> int:
     """Return how often a gate fires over fixed signals (B, T), which its refreshes don't change."""
-    count, last_firing = 0, torch.zeros(len(signals))
-    for t, exceeds in enumerate((signals > threshold).T, 1):
-        fires = exceeds & (t - last_firing >= cooldown)
-        last_firing[fires] = t
-        count += int(fires.sum())
+    count = 0
+    for exceeds in (signals > threshold).tolist():
+        last_firing = 0
+        for t, exceeds_now in enumerate(exceeds, 1):
+            if exceeds_now and t - last_firing >= cooldown:
+                count, last_firing = count + 1, t
     return count
 
 
@@ -278,11 +272,11 @@ def add_signal_areas(texts: Texts) -> None:
     due = texts.rows.ways_due(gates, "area", **texts.setting)
     if not due:
         return
-    divergences = texts.gate_signals("test", ProbeKL(math.inf)).numpy()
+    divergences = texts.gate_signals("test", ProbeKL(math.inf))
     is_large = divergences >= np.quantile(divergences, 0.9)
     for way in due:
         areas = []
-        signals = texts.gate_signals("test", gates[way]).numpy()
+        signals = texts.gate_signals("test", gates[way])
         for signal, large in zip(signals, is_large, strict=True):
             if large.any():
                 areas.append(area_under_roc(signal[large], signal[~large]))
@@ -314,16 +308,16 @@ def add_cache_errors(texts: Texts, ways: Sequence[str]) -> None:
             )
             errors.append(float((norms(held - exact) / norms(exact)).mean()))
             divergences.append(kl(expected[:, t], logits))
-        text_nats = torch.stack(divergences).mean(0).tolist()
-        texts.rows.add_values(way, texts.setting, cache_error=errors, kl=text_nats)
+        mean_nats = torch.stack(divergences).mean(0).tolist()  # by text
+        texts.rows.add_values(way, texts.setting, cache_error=errors, kl=mean_nats)
 
 
 # --- Time -------------------------------------------------------------------------------------------
 
 
-def add_times(texts: Texts, ways: Sequence[str], turns: int) -> dict[str, list[Refresh]]:
+def add_times(texts: Texts, ways: Sequence[str], turns: int) -> dict[str, list[list[Refresh]]]:
     """Append the times of the ways that have none yet. The ways take turns with OverFill, which keeps
-    the rows that it has. Return the refreshes of all turns by way."""
+    the rows that it has. Return, by way, the refreshes of each turn's text."""
     rows, setting, prompts = texts.rows, texts.setting, texts.prompts["test"]
     due = rows.ways_due(ways, "time", **setting)
 
@@ -336,10 +330,9 @@ def add_times(texts: Texts, ways: Sequence[str], turns: int) -> dict[str, list[R
     runs = {way: partial(write_once, way) for way in ("none", *due)} if due else {}
     seconds, refreshes = {}, {}
     for way, of_turns in run_in_turns(runs, turns).items():
-        written, refreshes_of_turns = zip(*of_turns, strict=True)
+        refreshes[way] = [of_turn for _, of_turn in of_turns]
         # To the first token, and to the last:
-        seconds[way] = np.array([text[1:] for text in written]).T
-        refreshes[way] = [*itertools.chain(*refreshes_of_turns)]
+        seconds[way] = np.array([text[1:] for text, _ in of_turns]).T
     for way in due:
         first, total = seconds[way]
         rows.add_values(
@@ -350,11 +343,11 @@ def add_times(texts: Texts, ways: Sequence[str], turns: int) -> dict[str, list[R
             tps=(texts.new_tokens - 1) / (total - first),
             total=total,
         )
-    return {way: refreshes[way] for way in due}
+    return refreshes
 
 
-def add_predicted_times(texts: Texts, refreshes: dict[str, list[Refresh]], turns: int) -> None:
-    """Append the time of every pair that refreshes by the source's cost model, in units of OverFill's,
+def add_predicted_times(texts: Texts, refreshes: dict[str, list[list[Refresh]]]) -> None:
+    """Append the time of every pair by the source's cost model, in units of OverFill's,
     the prompt's prefill included: N / TPS + the sum of prefill(k_r), the student's decoding and the
     teacher's passes over k_r tokens each. prefill(k) is the line through the times of refreshes: the
     teacher's pass over k tokens, the splice, and the student's query after it.
@@ -362,18 +355,18 @@ def add_predicted_times(texts: Texts, refreshes: dict[str, list[Refresh]], turns
     Source: section "Why is it cheap?".
     """
     seconds = {}  # of refreshes, by tokens read
-    for refresh in itertools.chain(*refreshes.values()):
+    for refresh in chain(*chain(*refreshes.values())):
         seconds.setdefault(refresh.tokens_read, []).append(refresh.seconds)
     if not seconds:
         return
     line = np.polyfit([*seconds], [*map(np.median, seconds.values())], 1)
     overfill_seconds = texts.rows.figure("none", "total", **texts.setting).value
-    for way, of_way in refreshes.items():
-        if of_way:
-            prefills = np.polyval(line, [refresh.tokens_read for refresh in of_way])
-            predicted = 1 + prefills.sum() / turns / overfill_seconds
+    for way, of_turns in refreshes.items():
+        if way not in texts.models:  # which have no refreshes
+            read = [refresh.tokens_read for refresh in of_turns[0]]  # as in every turn
+            predicted = 1 + np.polyval(line, read).sum() / overfill_seconds
             setting = texts.setting | {"by": "formula"}
-            texts.rows.add_figures(way, setting, turns, time=[predicted] * 3)
+            texts.rows.add_figures(way, setting, 1, time=[predicted] * 3)
 
 
 # --- The study --------------------------------------------------------------------------------------
@@ -386,10 +379,10 @@ def load_prompts(args: argparse.Namespace, tokenizer: Any, count: int) -> dict[s
     are questions in its own form, and only the questions are cut."""
     if args.prompts:
         questions = [tokenizer.encode_ordinary(text) for text in read_prompts(args.prompts)]
-        before, after = beginning_tokens(tokenizer), []
+        form = f"{tokenizer.decode(beginning_tokens(tokenizer))}{{}}"
         if has_chat_form(tokenizer):
-            parts = question_form(tokenizer).split("{}")
-            before, after = (encode_in_form(part, "", tokenizer) for part in parts)
+            form = question_form(tokenizer)
+        before, after = (encode_in_form(part, "", tokenizer) for part in form.split("{}"))
         shortest = min(map(len, questions))
         prompts = [[*before, *question[-shortest:], *after] for question in questions]
         splits = {"test": prompts, "valid": prompts}
@@ -439,23 +432,22 @@ def measure_student(rows: Results, args: argparse.Namespace, student: Student) -
     add_quality(texts, student.greedy, "greedy")
     if DROPOUT_WAY in student.sampled:
         add_signal_areas(texts)
-    if student.turns:
-        add_times(texts, student.sampled, student.turns)
-    few = replace(texts, prompts={"test": prompts["test"][:ALONG_PROMPTS]})
+    if student.is_timed:
+        add_times(texts, student.sampled, 1 if args.quick else 9)
+    few = texts._replace(prompts={"test": prompts["test"][:ALONG_PROMPTS]})
     set_conditions(few, args.model, student.name)
     add_cache_errors(few, student.along)
 
 
-def measure_at_size(rows: Results, quick: bool) -> None:
+def measure_at_size(rows: Results) -> None:
     """Append times at the size of a real model: random weights, on which times don't depend, and a
     student narrowed as pocket's is."""
-    size, new_tokens, turns = ("2x2x64", 70, 1) if quick else ("355M", 260, 5)
-    teacher = random_model(GPT, size)
+    teacher = random_model(GPT, "355M")
     student = order_for_decoding(GPT(narrowed(teacher.config))).eval()
     models = {"teacher": teacher, "student": student}
-    texts = Texts(rows, models, {"test": torch.arange(64)[None]}, new_tokens, SIZED)
-    set_conditions(texts, f"{size}, random weights", "narrowed")
-    add_predicted_times(texts, add_times(texts, SIZED_WAYS, turns), turns)
+    texts = Texts(rows, models, {"test": torch.arange(64)[None]}, 260, SIZED)
+    set_conditions(texts, "355M, random weights", "narrowed")
+    add_predicted_times(texts, add_times(texts, SIZED_WAYS, 5))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -471,15 +463,13 @@ def main(argv: list[str] | None = None) -> None:
             name = args.student or default_student(args.model)
             students = [students[0]._replace(name=name, setting={})]
         difference = "" if is_recorded else "run of other models or prompts"
-        at_size = is_recorded and args.model == "pocket"
-        beyond = [] if at_size else [periodic_time, speculative_time, cost_formula]
+        beyond = [periodic_time, speculative_time, cost_formula]
         setting = students[0].setting
         rows = open_results("refreshing", args, RECORDED_MODELS, difference, setting, beyond)
         for student in students:
             if args.quick:
-                turns = min(1, student.turns)
-                student = student._replace(prompts=4, new_tokens=72, turns=turns)
+                student = student._replace(prompts=4, new_tokens=72)
             measure_student(rows, args, student)
-        if at_size:
-            measure_at_size(rows, args.quick)
+        if is_recorded and args.model == "pocket" and not args.quick:
+            measure_at_size(rows)
         report(rows)
