@@ -46,11 +46,7 @@ from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache, generate, sample
 from load_gpt2_weights import random_model
 from overfill import (
-    Entropy,
-    Gate,
-    MonteCarloDropout,
     Policy,
-    ProbeKL,
     Refresh,
     RefreshedPair,
     generate_refreshed,
@@ -70,6 +66,7 @@ from studies.core import (
 )
 from studies.refreshing.claims import COPY, SIZED, cost_formula, periodic_time, speculative_time
 from studies.results import Results, Setting
+from support.conditions import conditions
 from support.printing import end_tokens_of
 from support.statistics import area_under_roc, kl, repetition
 from support.texts import rows_of_tokens
@@ -176,10 +173,10 @@ class Texts(NamedTuple):
         return tokens, pair
 
     @torch.no_grad()
-    def gate_signals(self, split: str, gate: Gate) -> np.ndarray:
-        """Return a gate's signals (B, T) on sampled texts without refreshes, one for each token at
-        which it looks."""
-        signals = []
+    def gate_signals(self, split: str, kind: str) -> np.ndarray:
+        """Return the signals (B, T) of a kind of gate on sampled texts without refreshes, one for each
+        token at which it looks."""
+        gate, signals = parse_policy(f"{kind}:inf"), []
         tokens, pair = self.start_writing("none", self.prompts[split], seed=1)
         next(tokens)
         for t, _ in enumerate(tokens, 1):
@@ -190,9 +187,8 @@ class Texts(NamedTuple):
     def add_threshold(self, way: str) -> None:
         """Append the threshold with which a gate fires as often as its name says, without refreshes on
         the prompts "valid"."""
-        name, _, per_1000 = way.partition("~")
-        gate = parse_policy(f"{name}:inf")
-        signals = self.gate_signals("valid", gate)
+        kind, _, per_1000 = way.partition("~")
+        gate, signals = parse_policy(f"{kind}:inf"), self.gate_signals("valid", kind)
         most = float(per_1000) / 1000 * gate.every * signals.size
         firings = partial(count_firings, signals, cooldown=math.ceil(gate.cooldown / gate.every))
         levels = sorted(signals.flatten().tolist(), reverse=True)  # the lower, the more firings
@@ -268,15 +264,15 @@ def count_firings(signals: np.ndarray, threshold: float, cooldown: int) -> int:
 def add_signal_areas(texts: Texts) -> None:
     """Append the area under the ROC curve, by text, with which entropy and U(t) tell the tenth of
     all tokens with the largest KL(teacher || student) from the others."""
-    gates = {"entropy": Entropy(math.inf), "dropout": MonteCarloDropout(math.inf)}
-    due = texts.rows.ways_due(gates, "area", **texts.setting)
+    kinds = {"entropy": "entropy", "dropout": "dropout:8"}
+    due = texts.rows.ways_due(kinds, "area", **texts.setting)
     if not due:
         return
-    divergences = texts.gate_signals("test", ProbeKL(math.inf))
+    divergences = texts.gate_signals("test", "probe:1")
     is_large = divergences >= np.quantile(divergences, 0.9)
     for way in due:
         areas = []
-        signals = texts.gate_signals("test", gates[way])
+        signals = texts.gate_signals("test", kinds[way])
         for signal, large in zip(signals, is_large, strict=True):
             if large.any():
                 areas.append(area_under_roc(signal[large], signal[~large]))
@@ -400,11 +396,11 @@ def load_prompts(args: argparse.Namespace, tokenizer: Any, count: int) -> dict[s
 def set_conditions(texts: Texts, teacher: str, student: str) -> None:
     """Let the next rows be measured with these texts."""
     count, length = texts.prompts["test"].shape
-    parameters = sum(p.numel() for p in texts.models["student"].parameters())
+    student_model = conditions(student, texts.models["student"])
     texts.rows.set_model_conditions(
         teacher,
         texts.models["teacher"],
-        f"student {student}: {parameters:,} parameters",
+        f"student {student}: {student_model['parameters']:,} parameters",
         f"{count} held-out prompts of {length} tokens, {texts.new_tokens:,} new tokens, sampled at "
         "temperature 1, or greedy",
     )

@@ -7,7 +7,7 @@ from studies.showing import Layout, columns
 COMMANDS = ("speculation", "speculation --model smollm2")
 METRICS = (
     metrics("perplexity", perplexity=".2f")
-    | metrics("mean", passes=".0f", kept=".0%", same=".0%")
+    | metrics("mean", passes=".0f", kept=".0%")
     | metrics("median", taken=".2f", tps=",.0f")
 )
 USUAL = {"model": "pocket", "student": "int8", "task": "open", "mode": "sampled"}
@@ -55,7 +55,7 @@ TABLE = Layout(
     "temperature 1.",
     ["teacher", "exact.*", "text:8", "speculative.*"],
     [
-        *columns("SmolLM2, int8", SHOWN | {"the same text": "same"}, **REAL),
+        *columns("SmolLM2, int8", SHOWN, **REAL),
         *columns("SmolLM2, int4", SHOWN, **REAL, student="int4"),
         *columns("SmolLM2 rewrites a text", SHOWN, **REAL, task="rewrite"),
         *columns(

@@ -11,13 +11,11 @@ for a text to be rewritten (the setting `task`), and its copies with weights of 
 perplexity  of the written text, by the teacher
 passes      the teacher's passes after the prompt, per 1,000 tokens
 kept        the share of the drafted tokens that stay
-same        whether a text is the teacher's own
 tps         tokens/s, the prompt's prefill included
 taken       time of a text over the teacher's own time for it
 """
 
 import argparse
-import operator
 from collections.abc import Collection, Sequence
 from dataclasses import astuple
 from functools import partial
@@ -64,10 +62,9 @@ class Writer(NamedTuple):
     new_tokens: int
     stop_ids: Collection[int] = ()
 
-    def write(self, way: str, mode: str, turn: int) -> tuple[list[int], list[float]]:
-        """Continue the prompt of a turn in one way. Return the tokens, and six figures: their number,
-        the seconds, the teacher's passes, the drafted tokens and those accepted, and the teacher's
-        mean nats."""
+    def write(self, way: str, mode: str, turn: int) -> list[float]:
+        """Continue the prompt of a turn in one way. Return the number of tokens, the seconds, the
+        teacher's passes, the drafted tokens and those accepted, and the teacher's mean nats."""
         ids, counts = self.prompts[turn], DraftCounts()
         generator = torch.Generator(ids.device).manual_seed(turn)
         options = {"temperature": float(mode == "sampled"), "generator": generator}
@@ -86,7 +83,7 @@ class Writer(NamedTuple):
         elif kind not in DRAFTERS:
             counts.passes = int(pair.teacher_passes)
         nats = token_losses(self.teacher, ids[0].tolist() + text)[-len(text) :].mean()
-        return text, [len(text), seconds, *astuple(counts), float(nats)]
+        return [len(text), seconds, *astuple(counts), float(nats)]
 
 
 @torch.no_grad()
@@ -96,19 +93,16 @@ def compare_ways(rows: Results, writer: Writer, setting: Setting, all_ways: Sequ
     runs = {way: partial(writer.write, way, setting["mode"]) for way in ("teacher", *ways)}
     written = run_in_turns(runs, len(writer.prompts)) if ways else {}
     for way in ways:
-        texts, figures = zip(*written[way], strict=True)
-        teachers_texts, teachers_figures = zip(*written["teacher"], strict=True)
-        lengths, seconds, passes, drafted, accepted, nats = np.array(figures).T
+        lengths, seconds, passes, drafted, accepted, nats = np.array(written[way]).T
         if drafted.any():
             kept = accepted.sum() / drafted.sum()
-            rows.add_figures(way, setting, len(texts), kept=[kept])
+            rows.add_figures(way, setting, len(drafted), kept=[kept])
         rows.add_values(
             way,
             setting,
             passes=1000 * passes / lengths,
             tps=lengths / seconds,
-            taken=seconds / np.array(teachers_figures)[:, 1],
-            same=map(operator.eq, texts, teachers_texts),
+            taken=seconds / np.array(written["teacher"])[:, 1],
             perplexity=nats,  # the last of them tells that a way has its rows
         )
 
