@@ -20,7 +20,6 @@ from support.cli import CommandLine
 from support.statistics import entropy
 from support.tables import table
 
-VOCAB, PASSES = 5000, 8  # the source's highest entropy, 8.5172 nats, is that of 5,000 equal logits
 EVERY = 16  # steps
 # The source's: nats (all that is printed as 8.5172), and U(t).
 THRESHOLDS = torch.tensor([8.51715, 0.000096])
@@ -39,7 +38,8 @@ PHASES = (
 def draw_signals(lead: float, spread: float, generator: torch.Generator) -> Tensor:
     """Return the signals (2,) of a step: the entropy in nats of the passes' mean distribution, and
     U(t)."""
-    logits = spread * torch.randn(PASSES, VOCAB, generator=generator)
+    # The source has 8 passes, and its highest entropy, 8.5172 nats, is that of 5,000 equal logits.
+    logits = spread * torch.randn(8, 5000, generator=generator)
     logits[:, 0] += lead
     mean_logs = logits.softmax(-1).mean(0).log()  # (V,)
     nats = entropy(mean_logs) * math.log(2)
@@ -57,8 +57,16 @@ def main(argv: list[str] | None = None) -> None:
             shares = [f"{count / steps:.2f}" for count in (*fires, *source_fires)]
             rows.append([name, f"{steps}", *means, *shares])
             start += steps
-        header = ["phase", "steps", "entropy, nats", "U(t)", "by entropy", "by U(t)"]
-        header += ["the source's: by entropy", "by U(t)"]
+        header = [
+            "phase",
+            "steps",
+            "entropy, nats",
+            "U(t)",
+            "by entropy",
+            "by U(t)",
+            "the source's: by entropy",
+            "by U(t)",
+        ]
         print(f"""\
 {table(header, rows)}
 

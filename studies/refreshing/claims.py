@@ -270,13 +270,7 @@ TABLE = Layout(
     "entropy:5.5:0: above 5.5 bits, without a cooldown. Time of pocket's single texts in turn, over "
     "OverFill's. Last, as in the source's table of baselines, the time to the first token, tokens/s "
     "after it, and all seconds, for 260 tokens at 355M's size with random weights.",
-    [
-        "teacher",
-        "none",
-        "student",
-        "(?!dropout).*",
-        lines("none|dropout:.*", trained="dropout"),
-    ],
+    [".*", lines("none|dropout:.*", trained="dropout")],
     [
         *columns(
             "SmolLM2, int5",
@@ -315,7 +309,7 @@ FIGURES = {
         "y": "perplexity",
         "xlabel": "time of a text, over OverFill's in the same turn (medians)",
         "ylabel": "the teacher's perplexity",
-        "ways": ["teacher", "none", "student", "(?!published|periodic:(16|32)|entropy~2.5).*"],
+        "ways": ["(?!published|periodic:(16|32)|entropy~2.5).*"],
     },
     "cache_error": {
         "title": "Pocket: error of the cache, E_t, on equal texts",

@@ -39,18 +39,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import overfill
 from formats.chat import beginning_tokens, encode_in_form, has_chat_form, question_form
 from formats.products import order_for_decoding
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache, generate, sample
 from load_gpt2_weights import random_model
 from overfill import (
-    Policy,
+    POLICIES,
     Refresh,
     RefreshedPair,
     generate_refreshed,
     parse_policy,
+    read_along,
 )
 from pair import default_student, geometry_difference, load_pair, splice_last
 from pocket import corpus
@@ -79,7 +79,7 @@ BASELINES = ("none", "teacher", "student")
 DROPOUT_WAY = "dropout:8~7.8"
 FEW_WAYS = ("none", "student", "periodic:64", "speculative:8")
 USUAL_WAYS = [*BASELINES, *PUBLISHED]
-for name, kind in overfill.POLICIES.items():
+for name, kind in POLICIES.items():
     if name not in ("none", "dropout"):
         USUAL_WAYS += kind.studied
 WAYS_ALONG_A_TEXT = ("none", "periodic:64", "windowed-listing:64:16", "speculative:8")
@@ -142,14 +142,6 @@ class Texts(NamedTuple):
                 return ids[:count]
         return ids
 
-    def policy_of(self, way: str) -> Policy:
-        """Return the policy of a way. A gate that is named by how often it fires has its recorded
-        threshold."""
-        name, is_named_by_rate, _ = way.partition("~")
-        if is_named_by_rate:
-            name += f":{self.rows.figure(way, 'threshold', **self.setting).value}"
-        return parse_policy(name)
-
     def pair_of(self, ids: Tensor) -> RefreshedPair:
         """Return the pair that continues prompts, whose caches grow for a single one, and have room for
         all tokens from the start for several."""
@@ -164,12 +156,15 @@ class Texts(NamedTuple):
         generator = torch.Generator(ids.device).manual_seed(seed)
         options = {"temperature": float(mode == "sampled"), "generator": generator}
         pair, n = self.pair_of(ids), self.new_tokens
+        kind, is_gate_by_rate, _ = way.partition("~")
+        if is_gate_by_rate:  # which has its recorded threshold
+            way = f"{kind}:{self.rows.figure(way, 'threshold', **self.setting).value}"
         if way in self.models:
             tokens = generate(self.models[way], ids, n, cache=pair.teacher_cache, **options)
         elif way in PUBLISHED:
             tokens = refresh_as_published(pair, n, PUBLISHED[way], **options)
         else:
-            tokens = generate_refreshed(pair, n, self.policy_of(way), **options)
+            tokens = generate_refreshed(pair, n, parse_policy(way), **options)
         return tokens, pair
 
     @torch.no_grad()
@@ -227,8 +222,8 @@ def refresh_as_published(
 
 def add_quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
     """Append the figures of the texts that ways write after the prompts, with equal seeds."""
-    rows, setting, ids = texts.rows, texts.setting | {"mode": mode}, texts.prompts["test"]
-    for way in rows.ways_due(ways, "perplexity", **setting):
+    setting, ids = texts.setting | {"mode": mode}, texts.prompts["test"]
+    for way in texts.rows.ways_due(ways, "perplexity", **setting):
         if "~" in way:
             texts.add_threshold(way)
         tokens, pair = texts.start_writing(way, ids, seed=0, mode=mode)
@@ -239,7 +234,7 @@ def add_quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
             nats.append(float(losses[-len(text) :].double().sum()))
         nats, lengths = np.array(nats), np.array([*map(len, written)])
         by_token = nats.sum() / lengths.sum()
-        rows.add_values(
+        texts.rows.add_values(
             way,
             setting,
             refreshes=pair.refresh_count.tolist(),
@@ -295,7 +290,7 @@ def add_cache_errors(texts: Texts, ways: Sequence[str]) -> None:
     norms = partial(torch.linalg.vector_norm, dim=(0, 1, 3, 4, 5))  # (B,) of (L, 2, B, H, t, D)
     for way in ways:
         pair = texts.pair_of(ids)
-        read = overfill.read_along(pair, continuation, texts.policy_of(way))
+        read = read_along(pair, continuation, parse_policy(way))
         errors, divergences = [], []
         for t, logits in enumerate(read):
             held, exact = (
@@ -314,8 +309,8 @@ def add_cache_errors(texts: Texts, ways: Sequence[str]) -> None:
 def add_times(texts: Texts, ways: Sequence[str], turns: int) -> dict[str, list[list[Refresh]]]:
     """Append the times of the ways that have none yet. The ways take turns with OverFill, which keeps
     the rows that it has. Return, by way, the refreshes of each turn's text."""
-    rows, setting, prompts = texts.rows, texts.setting, texts.prompts["test"]
-    due = rows.ways_due(ways, "time", **setting)
+    prompts = texts.prompts["test"]
+    due = texts.rows.ways_due(ways, "time", **texts.setting)
 
     def write_once(way: str, turn: int) -> tuple[TimedText, list[Refresh]]:
         """Write one sampled text, after the prompt of this turn."""
@@ -331,9 +326,9 @@ def add_times(texts: Texts, ways: Sequence[str], turns: int) -> dict[str, list[l
         seconds[way] = np.array([text[1:] for text, _ in of_turns]).T
     for way in due:
         first, total = seconds[way]
-        rows.add_values(
+        texts.rows.add_values(
             way,
-            setting,
+            texts.setting,
             time=total / seconds["none"][1],
             first_ms=1e3 * first,
             tps=(texts.new_tokens - 1) / (total - first),

@@ -53,7 +53,7 @@ TABLE = Layout(
     "perplexity of the texts. SmolLM2: at most 96 greedy tokens after open prompts, or of a text to "
     "be rewritten; its copies, with weights of 8 or 4 bits, are as slow as it is. Pocket: sampled at "
     "temperature 1.",
-    ["teacher", "exact.*", "text:8", "speculative.*"],
+    [".*"],
     [
         *columns("SmolLM2, int8", SHOWN, **REAL),
         *columns("SmolLM2, int4", SHOWN, **REAL, student="int4"),
