@@ -57,13 +57,7 @@ from pocket import corpus
 from pocket.evaluation import token_losses
 from pocket.recipes import narrowed
 from recycle import read_prompts
-from studies.core import (
-    REAL_MODEL,
-    RECORDED_MODELS,
-    StudyLine,
-    open_results,
-    report,
-)
+from studies.core import REAL_MODEL, RECORDED_MODELS, StudyLine, open_results, report
 from studies.refreshing.claims import COPY, SIZED, cost_formula, periodic_time, speculative_time
 from studies.results import Results, Setting
 from support.conditions import conditions
@@ -133,7 +127,7 @@ class Texts(NamedTuple):
     prompts: dict[str, Tensor]
     new_tokens: int
     setting: Setting
-    end_ids: tuple[int, ...] = ()  # tokens after which a text isn't judged
+    end_ids: Sequence[int] = ()  # tokens after which a text isn't judged
 
     def until_end(self, ids: list[int]) -> list[int]:
         """Return the new tokens of a text up to the first that ends it."""
@@ -403,7 +397,7 @@ def set_conditions(texts: Texts, teacher: str, student: str) -> None:
 
 def measure_student(rows: Results, args: argparse.Namespace, student: Student) -> None:
     """Measure every figure of a student that has no row yet. Raises ValueError if its caches don't fit
-    the teacher's, or if prompt and new tokens exceed the context."""
+    the teacher's, or if prompts and new tokens exceed the context."""
     teacher, student_model, tokenizer = load_pair(
         args.model, student.name, device=args.device, dtype=args.dtype
     )
@@ -412,9 +406,11 @@ def measure_student(rows: Results, args: argparse.Namespace, student: Student) -
             f"no cache of {args.model} can be refreshed for {student.name}: {difference}"
         )
     prompts = load_prompts(args, tokenizer, student.prompts)
-    length, n_ctx = prompts["test"].size(1) + student.new_tokens, teacher.config.n_ctx
-    if length > n_ctx:
-        raise ValueError(f"prompt and new tokens, {length} in all, exceed the context, {n_ctx}")
+    length, n_ctx = prompts["test"].size(1), teacher.config.n_ctx
+    if length + student.new_tokens > n_ctx:
+        raise ValueError(
+            f"prompts of {length} tokens and {student.new_tokens} new ones exceed the context, {n_ctx}"
+        )
     models = {"teacher": teacher, "student": student_model}
     end_ids = () if args.model.startswith("pocket") else end_tokens_of(tokenizer)
     texts = Texts(rows, models, prompts, student.new_tokens, student.setting, end_ids)
@@ -444,23 +440,21 @@ def measure_at_size(rows: Results) -> None:
 def main(argv: list[str] | None = None) -> None:
     cli = StudyLine(__doc__, "refreshing", "less of everything", model="--teacher")
     cli.add_options("--student")
-    words = "CSV of your own prompts, column prompt"
-    cli.add_argument("--prompts", metavar="FILE", type=Path, help=words)
+    cli.add_argument("--prompts", metavar="FILE", type=Path, help="your own: CSV, column prompt")
     with cli.parse(argv) as args:
-        likewise = "pocket" if args.prompts else args.model
-        students = STUDENTS.get(likewise, STUDENTS[REAL_MODEL])
-        is_recorded = args.model in STUDENTS and not args.prompts and not args.student
-        if not is_recorded:
+        students = STUDENTS.get("pocket" if args.prompts else args.model, STUDENTS[REAL_MODEL])
+        difference = ""
+        if args.prompts or args.student or args.model not in STUDENTS:
+            difference = "run of other models or prompts"
             name = args.student or default_student(args.model)
             students = [students[0]._replace(name=name, setting={})]
-        difference = "" if is_recorded else "run of other models or prompts"
+        usual = students[0].setting
         beyond = [periodic_time, speculative_time, cost_formula]
-        setting = students[0].setting
-        rows = open_results("refreshing", args, RECORDED_MODELS, difference, setting, beyond)
+        rows = open_results("refreshing", args, RECORDED_MODELS, difference, usual, beyond)
         for student in students:
             if args.quick:
                 student = student._replace(prompts=4, new_tokens=72)
             measure_student(rows, args, student)
-        if is_recorded and args.model == "pocket" and not args.quick:
+        if not difference and args.model == "pocket" and not args.quick:
             measure_at_size(rows)
         report(rows)

@@ -19,7 +19,6 @@ NAMES = {
     "text:8": "exact, drafts of 8 from the text",
     "speculative:4": "a refresh every 4",
     "speculative:8": "a refresh every 8",
-    "speculative:16": "a refresh every 16",
 }
 
 
@@ -38,11 +37,10 @@ def refresh_or_speculation(results: Results) -> Answer:
 )
 def copied_drafts(results: Results) -> Answer:
     taken = results.figure("text:8", "taken")
-    on_open = results.figure("text:8", "taken", task="open")
     return (
         taken.below(0.95),
         f"Copied drafts take {taken:±} of the time of the large model alone (up to 5%, ours, is noise); "
-        f"on open tasks {on_open:±}",
+        f"on open tasks {results.figure('text:8', 'taken', task='open'):±}",
     )
 
 

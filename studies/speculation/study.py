@@ -39,16 +39,22 @@ from support.texts import read_prompts_of_kind
 from support.timing import run_in_turns, time_text
 
 DRAFTERS = {"exact": draft_by_student, "text": draft_from_text}
-POCKET_WAYS = ["teacher", "exact:4", "exact:8", "exact:16", "text:8"]
-POCKET_WAYS += ["speculative:4", "speculative:8", "speculative:16"]
-REAL_WAYS = ["teacher", "exact:8", "text:8"]
+POCKET_WAYS = (
+    "teacher",
+    "exact:4",
+    "exact:8",
+    "exact:16",
+    "text:8",
+    "speculative:4",
+    "speculative:8",
+)
+REAL_WAYS = ("teacher", "exact:8", "text:8")
 # The student's name after the teacher's, the setting, and how many prompts are continued.
 POCKET_CASES = [("-student", {"mode": "sampled"}, 20), ("-student", {"mode": "greedy"}, 20)]
-GREEDY = {"mode": "greedy", "task": "open"}
 REAL_CASES = [
-    (":int8", GREEDY | {"student": "int8"}, 6),
-    (":int8", GREEDY | {"student": "int8", "task": "rewrite"}, 12),
-    (":int4", GREEDY | {"student": "int4"}, 6),
+    (":int8", {"mode": "greedy"}, 6),
+    (":int8", {"mode": "greedy", "task": "rewrite"}, 12),
+    (":int4", {"mode": "greedy", "student": "int4"}, 6),
 ]
 
 
@@ -65,24 +71,25 @@ class Writer(NamedTuple):
     def write(self, way: str, mode: str, turn: int) -> list[float]:
         """Continue the prompt of a turn in one way. Return the number of tokens, the seconds, the
         teacher's passes, the drafted tokens and those accepted, and the teacher's mean nats."""
-        ids, counts = self.prompts[turn], DraftCounts()
+        teacher, student, prompts, new_tokens, stop_ids = self
+        ids, counts = prompts[turn], DraftCounts()
         generator = torch.Generator(ids.device).manual_seed(turn)
         options = {"temperature": float(mode == "sampled"), "generator": generator}
         kind, _, k = way.partition(":")
         if kind in DRAFTERS:
-            pair, options["stop_ids"] = Pair(self.teacher, self.student, ids), self.stop_ids
-            tokens = speculate(pair, self.new_tokens, int(k), DRAFTERS[kind], counts, **options)
+            pair, options["stop_ids"] = Pair(teacher, student, ids), stop_ids
+            tokens = speculate(pair, new_tokens, int(k), DRAFTERS[kind], counts, **options)
         elif kind == "teacher":
-            tokens = generate(self.teacher, ids, self.new_tokens, **options)
+            tokens = generate(teacher, ids, new_tokens, **options)
         else:
-            pair = RefreshedPair(self.teacher, self.student, ids)
-            tokens = generate_refreshed(pair, self.new_tokens, parse_policy(way), **options)
-        text, _, seconds = time_text(lambda: tokens, self.stop_ids)
+            pair = RefreshedPair(teacher, student, ids)
+            tokens = generate_refreshed(pair, new_tokens, parse_policy(way), **options)
+        text, _, seconds = time_text(lambda: tokens, stop_ids)
         if kind == "teacher":
             counts.passes = len(text) - 1
         elif kind not in DRAFTERS:
             counts.passes = int(pair.teacher_passes)
-        nats = token_losses(self.teacher, ids[0].tolist() + text)[-len(text) :].mean()
+        nats = token_losses(teacher, ids[0].tolist() + text)[-len(text) :].mean()
         return [len(text), seconds, *astuple(counts), float(nats)]
 
 
@@ -123,7 +130,7 @@ def measure(rows: Results, args: argparse.Namespace) -> None:
         if is_pocket:
             prompts, stop_ids = corpus.beginnings(tokenizer, "test", count, 192), ()
         else:
-            asked = read_prompts_of_kind(setting["task"])[:count]
+            asked = read_prompts_of_kind(rows.whole(setting)["task"])[:count]
             prompts = [encode_prompt(prompt, tokenizer) for prompt in asked]
             stop_ids = end_tokens_of(tokenizer)
         rows.set_model_conditions(
