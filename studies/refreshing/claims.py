@@ -25,10 +25,10 @@ SIZED = {"model": "355M", "tokens": 260}  # for times: random weights
 SENTENCES = [
     "The source's −1/N Σ log p_T(y_t∣·) = 1/N Σ KL(p_T∥q_t) − 1/N Σ H[p_T] is no identity for texts "
     "that the student writes: for y drawn from q, the mean of −log p_T(y) is KL(q∥p_T) + H[q].",
-    "By the source's own tokens/s, a refresh every 8 tokens costs at least 28.51 / (8 × 28.21) = 12.6%, "
-    "and not 1.9%: a pass of its teacher over 8 tokens is no shorter than one over a single token.",
-    "In the source's simulation, variance is to stay silent in the ambiguous phase. By its printed output "
-    "it fires there once, as entropy does; `python3 -m studies.simulation` draws such logits.",
+    "By the source's tokens/s (OverFill 28.51, its teacher 28.21), a refresh every 8 tokens costs at least "
+    "28.51 / (8 × 28.21) = 12.6%, and not 1.9%: a teacher reads 8 tokens no faster than a single one.",
+    "In the source's simulation, variance is to stay silent in the ambiguous phase. By its output, of logits "
+    "drawn at random, it fires there once, as entropy does: `python3 -m studies.simulation`.",
 ]
 NOISE = 0.05  # ours: as a share
 NAMES = {
