@@ -323,10 +323,10 @@ def add_times(texts: Texts, ways: Sequence[str], turns: int) -> dict[str, list[l
         texts.rows.add_values(
             way,
             texts.setting,
-            time=total / seconds["none"][1],
             first_ms=1e3 * first,
             tps=(texts.new_tokens - 1) / (total - first),
             total=total,
+            time=total / seconds["none"][1],  # the last of them tells that a way has its rows
         )
     return refreshes
 
