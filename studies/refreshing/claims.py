@@ -15,8 +15,9 @@ SOURCE = Source(
 COMMANDS = ("refreshing", "refreshing --teacher smollm2")
 METRICS = (
     metrics("perplexity", perplexity=".2f")
-    | metrics("mean", repeated=".0%", refreshes=".1f", area=".2f", kl=".3f", threshold=".3f")
+    | metrics("mean", repeated=".0%", refreshes=".1f", area=".2f", kl=".3f")
     | metrics("median", time=".2f", first_ms=".1f", tps=".3g", total=".1f")
+    | metrics("exact", threshold=".3f")
     | metrics("series", cache_error=".2f")
 )
 USUAL = {"model": "pocket", "trained": "segments", "mode": "sampled"}
@@ -248,14 +249,7 @@ TABLE = Layout(
     "OverFill's. 355M: random weights, 260 tokens, after the first of which tokens/s are counted.",
     [".*", lines("none|dropout:.*", trained="dropout")],
     [
-        *columns(
-            "SmolLM2, int5",
-            {
-                "perplexity": "perplexity ±",
-                "repeated": "repeated",
-            },
-            **COPY,
-        ),
+        *columns("SmolLM2, int5", {"perplexity": "perplexity ±", "repeated": "repeated"}, **COPY),
         *columns(
             "SmolLM2, int5, greedy",
             {"perplexity": "perplexity", "repeated": "repeated"},
@@ -263,8 +257,7 @@ TABLE = Layout(
             mode="greedy",
         ),
         *columns(
-            "pocket",
-            {"perplexity": "perplexity ±", "refreshes": "refreshes", "time": "time ±"},
+            "pocket", {"perplexity": "perplexity ±", "refreshes": "refreshes", "time": "time ±"}
         ),
         *columns("pocket, trained alone", {"perplexity": "perplexity"}, trained="alone"),
         *columns("355M", {"ms to the first token": "first_ms", "tokens/s": "tps"}, **SIZED),

@@ -44,14 +44,7 @@ from formats.products import order_for_decoding
 from gpt_bounded_cache import SlidingWindowCache
 from gpt_kv_cache import GPT, KVCache, generate, sample
 from load_gpt2_weights import random_model
-from overfill import (
-    POLICIES,
-    Refresh,
-    RefreshedPair,
-    generate_refreshed,
-    parse_policy,
-    read_along,
-)
+from overfill import POLICIES, Refresh, RefreshedPair, generate_refreshed, parse_policy, read_along
 from pair import default_student, geometry_difference, load_pair, splice_last
 from pocket import corpus
 from pocket.evaluation import token_losses
