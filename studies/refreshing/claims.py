@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from studies.judging import Answer, Source, claim, for_each, metrics, question
+from studies.judging import Answer, Source, claim, metrics, question
 from studies.results import Results
 from studies.showing import Layout, columns, lines
 
@@ -15,51 +15,35 @@ SOURCE = Source(
 COMMANDS = ("refreshing", "refreshing --teacher smollm2")
 METRICS = (
     metrics("perplexity", perplexity=".2f")
-    | metrics(
-        "mean",
-        tail=".2f",
-        repeated=".0%",
-        tokens=".0f",
-        characters=",.0f",
-        refreshes=".1f",
-        area=".2f",
-        kl=".3f",
-    )
-    | metrics(
-        "median",
-        time=".2f",
-        first_ms=".1f",
-        tps=".3g",
-        total=".1f",
-        end_to_end=".3g",
-    )
+    | metrics("mean", repeated=".0%", refreshes=".1f", area=".2f", kl=".3f")
+    | metrics("median", time=".2f", first_ms=".1f", tps=".3g", total=".1f")
     | metrics("exact", threshold=".3f")
     | metrics("series", cache_error=".2f")
 )
-USUAL = {
-    "by": "here",
-    "mode": "sampled",
-    "tokens": 1000,
-    "model": "pocket",
-    "trained": "segments",
-    "texts": 50,
-}
+USUAL = {"model": "pocket", "trained": "segments", "mode": "sampled"}
 COPY = {"model": "smollm2", "trained": "int5"}  # SmolLM2, and its copy with weights of 5 bits
 SIZED = {"model": "355M", "tokens": 260}  # for times: random weights
-EVERY = {"mode": ["sampled", "greedy"]}
-SOURCE_TPS = {"teacher": 28.21, "none": 28.51, "student": 29.41}  # its table of baselines
-LEAST_COST = SOURCE_TPS["none"] / (8 * SOURCE_TPS["teacher"])
 SENTENCES = [
     "The source's −1/N Σ log p_T(y_t∣·) = 1/N Σ KL(p_T∥q_t) − 1/N Σ H[p_T] is no identity for texts "
     "that the student writes: for y drawn from q, the mean of −log p_T(y) is KL(q∥p_T) + H[q].",
-    f"By the source's own tokens/s, a refresh every 8 tokens costs at least {LEAST_COST:.1%}, and not 1.9%: "
-    "a pass of its teacher over 8 tokens is no shorter than one over a single token.",
-    "In the source's simulation, variance is to stay silent in the ambiguous phase, steps 251 to 350. By "
-    "its printed output entropy fires there once, at 320, and variance once, at 336, after three times in "
-    "the drift. Its logits are drawn at random; `python3 -m studies.simulation` draws such ones.",
+    "By the source's tokens/s (OverFill 28.51, its teacher 28.21), a refresh every 8 tokens costs at least "
+    "28.51 / (8 × 28.21) = 12.6%, and not 1.9%: a teacher reads 8 tokens no faster than a single one.",
+    "In the source's simulation, variance is to stay silent in the ambiguous phase. By its output, of logits "
+    "drawn at random, it fires there once, as entropy does: `python3 -m studies.simulation`.",
 ]
 NOISE = 0.05  # ours: as a share
-NAMES = {"none": "OverFill"}
+NAMES = {
+    "teacher": "the teacher alone",
+    "none": "OverFill: no refresh",
+    "student": "the student alone",
+    # Kinds, in the figure:
+    "periodic": "periodic:T, every T tokens",
+    "windowed-listing": "windowed-listing:64:16,\n64 read, the last 16 replaced",
+    "windowed": "windowed:64:16,\nonly the last 16 of 64 read",
+    "speculative": "speculative:8, after bursts of 8",
+    "entropy": "entropy~7.8, when the student\nis unsure, 7.8 times in 1,000 tokens",
+    "probe": "probe:32~7.8, when it differs from the\nteacher, which reads along every 32 tokens",
+}
 
 
 @claim(
@@ -73,27 +57,22 @@ NAMES = {"none": "OverFill"}
     "teacher's, the source's the student's on the teacher's cache",
 )
 def order_of_quality(results: Results) -> Answer:
-    def judge(there: Results) -> tuple:
-        answers, texts = [], []
-        for setting in (COPY, {"texts": 200}):
-            pair = there.at(**setting)
-            levels = [f"{pair.figure(way, 'perplexity')}" for way in ("teacher", "none", "student")]
-            change = pair.change("none", "student", "perplexity")
-            answers += [pair.change("teacher", "none", "perplexity").below(0), change.below(0)]
-            n = len(pair.figure("none", "perplexity").values)
-            texts.append(f"{', '.join(levels)}: {change:±}, n = {n}")
-        real = there.change("none", "student", "perplexity", **COPY)
-        sentence = (
-            f"In {there.place} texts, OverFill changes the perplexity of SmolLM2's copy by {real:±}"
-        )
-        return min(answers), sentence, *texts
-
-    answer, sentence, real, pocket = for_each(results, "mode", judge)
+    answers, texts = [], []
+    for setting in (COPY, {"texts": 200}):
+        for mode in ("sampled", "greedy"):
+            there = results.at(**setting, mode=mode)
+            teacher = there.figure("teacher", "perplexity")
+            overfill = there.figure("none", "perplexity")
+            student = there.figure("student", "perplexity")
+            change = overfill.change(student)
+            answers += [teacher.change(overfill).below(0), change.below(0)]
+            levels = f"{mode} {teacher}, {overfill}, {student}"
+            texts.append(f"{levels}; OverFill changes the last by {change:±}")
+    sentence = f"Perplexity of SmolLM2, OverFill and the copy alone: {texts[0]}"
     return (
-        answer,
+        min(answers),
         sentence,
-        "perplexity of teacher, OverFill and student, and OverFill's change of the student's. SmolLM2 "
-        f"and its copy: {real}. Pocket and its student: {pocket}",
+        f"{sentence}; {texts[1]}. Of pocket, OverFill and its student: {texts[2]}; {texts[3]}",
     )
 
 
@@ -102,20 +81,16 @@ def order_of_quality(results: Results) -> Answer:
     "TL;DR",
     "we show how helpful KV cache refreshes can be for long generation from small models",
     "In pocket's sampled texts, a refresh lowers perplexity",
-    partly="small models, shorter texts; greedy texts aren't measured; in texts of 192 tokens by "
-    "SmolLM2's copy no change is shown",
+    partly="small models, shorter texts; greedy texts aren't measured",
 )
 def lowers_perplexity(results: Results) -> Answer:
-    changes = {
-        every: results.change(f"periodic:{every}", "none", "perplexity") for every in (256, 64)
-    }
+    rare = results.change("periodic:256", "none", "perplexity")
+    often = results.change("periodic:64", "none", "perplexity")
     real = results.change("periodic:64", "none", "perplexity", **COPY)
     return (
-        min(change.below(0) for change in changes.values()),
-        f"A refresh every 64 tokens changes the perplexity of pocket's student by {changes[64]:±}, of "
-        f"SmolLM2's copy by {real:±}",
-        f"pocket's student, every 256 tokens {changes[256]:±}, every 64 {changes[64]:±}; SmolLM2's copy, "
-        f"every 64 {real:±}",
+        min(rare.below(0), often.below(0)),
+        f"A refresh every 256 tokens changes the perplexity of pocket's student by {rare:±}, every 64 by "
+        f"{often:±}, and that of SmolLM2's copy by {real:±}",
     )
 
 
@@ -128,12 +103,11 @@ def lowers_perplexity(results: Results) -> Answer:
 )
 def lowers_divergence(results: Results) -> Answer:
     answers, texts = [], []
-    for name, setting in (("SmolLM2's copy", COPY), ("pocket's student", {})):
-        before, after = (results.figure(way, "kl", **setting) for way in ("none", "periodic:64"))
-        change = after.change(before)
+    for setting in (COPY, {}):
+        change = results.change("periodic:64", "none", "kl", **setting)
         answers.append(change.below(0))
-        texts.append(f"KL of {name} from {before} to {after} nats, by {change:±}")
-    return min(answers), f"A refresh every 64 tokens changes the {texts[0]}", "; ".join(texts)
+        texts.append(f"{results.figure('none', 'kl', **setting)} nats, changed by {change:±}")
+    return min(answers), f"KL of SmolLM2's copy: {texts[0]}; of pocket's student: {texts[1]}"
 
 
 @claim(
@@ -146,12 +120,11 @@ def lowers_divergence(results: Results) -> Answer:
 def periodic_quality(results: Results) -> Answer:
     ways = ("none", "periodic:256", "periodic:128", "periodic:64")
     changes = [results.change(way, before, "perplexity") for before, way in pairwise(ways)]
-    levels = [results.figure(way, "perplexity") for way in ways]
+    answer = min(change.below(0) for change in changes)
+    found = ", ".join(f"{change:±}" for change in changes)
     return (
-        min(change.below(0) for change in changes),
-        f"Every 128 tokens instead of every 256, refreshes change perplexity by {changes[1]:±}",
-        f"perplexity {', '.join(map(str, levels))}; each against the one before "
-        f"{', '.join(f'{change:±}' for change in changes)}",
+        answer,
+        f"From none to every 256, then 128, then 64 tokens, perplexity changes by {found}",
     )
 
 
@@ -165,14 +138,7 @@ def periodic_quality(results: Results) -> Answer:
 )
 def on_demand(results: Results) -> Answer:
     change = results.change("entropy~7.8", "periodic:128", "perplexity")
-    return (
-        change.below(0),
-        f"Against a refresh every 128 tokens, perplexity changes by {change:±}",
-        f"perplexity by entropy {change:±} against every 128 tokens, at "
-        f"{results.figure('entropy~7.8', 'refreshes')} and "
-        f"{results.figure('periodic:128', 'refreshes')} refreshes a text; the source's own thresholds "
-        "are lines of the table",
-    )
+    return change.below(0), f"Against as many, every 128 tokens, perplexity changes by {change:±}"
 
 
 @claim(
@@ -196,12 +162,14 @@ def speculative_quality(results: Results) -> Answer:
     at=SIZED,
 )
 def periodic_time(results: Results) -> Answer:
-    claimed = {256: 0.007, 128: 0.02, 64: 0.039}
-    changes = {every: results.change(f"periodic:{every}", "none", "time") for every in claimed}
-    answer = min(changes[every].below(share + NOISE) for every, share in claimed.items())
-    sentence = f"A refresh every 64 tokens changes the time by {changes[64]:±}"
-    found = ", ".join(f"every {every} {change:±}" for every, change in changes.items())
-    return answer, sentence, found
+    answers, texts = [], []
+    for every, claimed in ((256, 0.007), (128, 0.02), (64, 0.039)):
+        change = results.change(f"periodic:{every}", "none", "time")
+        answers.append(change.below(claimed + NOISE))
+        texts.append(f"{change:±}")
+    return min(
+        answers
+    ), f"Refreshes every 256, 128, 64 tokens change the time by {', '.join(texts)}"
 
 
 @claim(
@@ -214,13 +182,7 @@ def periodic_time(results: Results) -> Answer:
 )
 def speculative_time(results: Results) -> Answer:
     change = results.change("speculative:8", "none", "time")
-    found = ", ".join(f"{results.figure(way, 'tps')}" for way in SOURCE_TPS)
-    return (
-        change.below(0.019 + NOISE),
-        f"A refresh after every 8 tokens changes the time by {change:±}",
-        f"{change:±}. Teacher, OverFill and student decode {found} tokens/s, the source's "
-        f"{', '.join(map(str, SOURCE_TPS.values()))}",
-    )
+    return change.below(0.019 + NOISE), f"A refresh every 8 tokens changes the time by {change:±}"
 
 
 @claim(
@@ -232,19 +194,13 @@ def speculative_time(results: Results) -> Answer:
     at=SIZED,
 )
 def cost_formula(results: Results) -> Answer:
-    ways = {f"periodic:{every}": f"every {every}" for every in (256, 128, 64)}
-    ways["speculative:8"] = "bursts of 8"
     answers, texts = [], []
-    for way, words in ways.items():
-        measured, predicted = (results.figure(way, "time", by=by) for by in ("here", "formula"))
+    for way in ("periodic:256", "periodic:128", "periodic:64", "speculative:8"):
+        measured = results.figure(way, "time")
+        predicted = results.figure(way, "time", by="formula")
         answers.append(measured.change(predicted).within(NOISE))
-        texts.append(f"{words} {measured} and {predicted}")
-    found = ", ".join(texts)
-    return (
-        min(answers),
-        f"With bursts of 8, a text takes {measured} times OverFill's time, by the formula {predicted}",
-        f"times OverFill's time, measured and by the formula: {found}",
-    )
+        texts.append(f"{measured:±}, by the formula {predicted}")
+    return min(answers), f"Time over OverFill's, every 256, 128, 64, 8 tokens: {'; '.join(texts)}"
 
 
 @claim(
@@ -259,27 +215,16 @@ def cost_formula(results: Results) -> Answer:
 def dropout_trigger(results: Results) -> Answer:
     variance, entropy = (results.figure(way, "area") for way in ("dropout", "entropy"))
     change = variance.change(entropy)
-    return (
-        change.above(0),
-        f"The area under ROC is {variance} by variance, and {entropy} by entropy",
-        f"area under ROC {variance:±} by variance, {entropy:±} by entropy: {change:±}. Dropout leaves a "
-        f"weaker student: OverFill's perplexity is {results.figure('none', 'perplexity')} with it, "
-        f"{results.figure('none', 'perplexity', trained='segments')} with the usual one",
-    )
+    return change.above(0), f"Its area under ROC is {variance:±}, entropy's {entropy:±}: {change:±}"
 
 
 @question(
     "Does OverFill write better than a small model that was trained as long to write alone?",
 )
 def rival_trained_alone(results: Results) -> Answer:
-    overfill = results.figure("none", "perplexity")
     rival = results.figure("student", "perplexity", trained="alone")
-    change = overfill.change(rival)
-    return (
-        change.below(0),
-        f"Against that model, OverFill changes perplexity by {change:±}",
-        f"perplexity {overfill} and {rival}: {change:±}",
-    )
+    change = results.figure("none", "perplexity").change(rival)
+    return change.below(0), f"Against that model, OverFill changes perplexity by {change:±}"
 
 
 @question(
@@ -290,63 +235,32 @@ def published_listings(results: Results) -> Answer:
     bursts = results.change("published:8", "speculative:8", "perplexity")
     return (
         min(every_64.below(NOISE), bursts.below(NOISE)),
-        f"Refreshed every 64 tokens, two listings combined change perplexity by {every_64:±}",
-        f"perplexity every 64 {every_64:±}, every 8 {bursts:±}. The code is two listings that we "
-        "combined, the first one's start and the second one's refresh. The first feeds the prompt's last "
-        "token again; the second begins from an empty list, and splices entries of a token that the "
-        "student hasn't read",
+        f"Two listings combined change perplexity by {every_64:±} every 64 tokens, by {bursts:±} every 8",
     )
 
 
 TABLE = Layout(
-    "The teacher's perplexity of sampled texts, by token, with 95% intervals over prompts, the "
-    "share of their 3-grams that are repetitions, the mean log-probability of the last 50"
-    " tokens in nats, and characters. SmolLM2's student is a copy of it with weights of 5 bits; texts "
-    "that OverFill ends within 64 tokens are left out; greedy texts repeat themselves, so that their "
-    "low perplexity says little. Pocket's student is trained on segments; *trained alone*: one that "
-    "never read a teacher's cache. *published*: the source's two listings combined; ~7.8: set, on "
-    "other texts, to fire 7.8 times per 1,000 tokens; entropy:5.5:0: above 5.5 bits, without a "
-    "cooldown. Time of pocket's single texts in "
-    "turn, over OverFill's. Last, as in the source's table of "
-    "baselines, the time to the first token, tokens/s after it, all seconds and N/total for N = 260 "
-    "tokens, at 355M's size with random weights.",
+    "The teacher's perplexity of sampled texts, by token, with 95% intervals over prompts, and the "
+    "share of their 3-grams that are repetitions. SmolLM2's student is a copy of it with weights of 5 "
+    "bits; greedy texts repeat themselves, so that their low perplexity says little. Pocket's student "
+    "is trained on segments; *trained alone*: one that never read a teacher's cache. *published*: the "
+    "source's two listings combined; ~7.8: set, on other texts, to fire 7.8 times per 1,000 tokens; "
+    "entropy:5.5:0: above 5.5 bits, without a cooldown. Time of pocket's single texts in turn, over "
+    "OverFill's. 355M: random weights, 260 tokens, after the first of which tokens/s are counted.",
+    [".*", lines("none|dropout:.*", trained="dropout")],
     [
-        "teacher",
-        "none",
-        "student",
-        "(?!dropout).*",
-        lines("dropout:.*", trained="dropout"),
-    ],
-    [
-        *columns(
-            "SmolLM2, int5",
-            {
-                "perplexity": "perplexity ±",
-                "repeated": "repeated",
-                "last 50 tokens": "tail",
-                "characters": "characters",
-            },
-            **COPY,
-        ),
+        *columns("SmolLM2, int5", {"perplexity": "perplexity ±", "repeated": "repeated"}, **COPY),
         *columns(
             "SmolLM2, int5, greedy",
             {"perplexity": "perplexity", "repeated": "repeated"},
             **COPY,
             mode="greedy",
         ),
-        *columns("pocket", {"perplexity": "perplexity ±"}),
-        *columns("pocket, trained alone", {"perplexity": "perplexity"}, trained="alone"),
-        *columns("pocket", {"refreshes": "refreshes", "time": "time ±"}),
         *columns(
-            "355M",
-            {
-                "ms to the first token": "first_ms",
-                "tokens/s": "tps",
-                "seconds": "total",
-                "N/total": "end_to_end",
-            },
-            **SIZED,
+            "pocket", {"perplexity": "perplexity ±", "refreshes": "refreshes", "time": "time ±"}
         ),
+        *columns("pocket, trained alone", {"perplexity": "perplexity"}, trained="alone"),
+        *columns("355M", {"ms to the first token": "first_ms", "tokens/s": "tps"}, **SIZED),
     ],
 )
 FIGURES = {
@@ -356,29 +270,12 @@ FIGURES = {
         "y": "perplexity",
         "xlabel": "time of a text, over OverFill's in the same turn (medians)",
         "ylabel": "the teacher's perplexity",
-        "legend": {
-            "teacher": "the teacher alone",
-            "OverFill": "OverFill: no refresh",
-            "student": "the student alone",
-            "periodic": "periodic:T, every T tokens",
-            "windowed-listing": "windowed-listing:64:16,\n64 read, the last 16 replaced",
-            "windowed": "windowed:64:16,\nonly the last 16 of 64 read",
-            "speculative": "speculative:8, after bursts of 8",
-            "entropy": "entropy~7.8, when the student\nis unsure, 7.8 times in 1,000 tokens",
-            "probe": "probe:32~7.8, when it differs from the\nteacher, which reads along every 32 tokens",
-        },
-        "ways": ["teacher", "none", "student", "(?!published|periodic:(16|32)|entropy~2.5).*"],
+        "ways": ["(?!published|periodic:(16|32)|entropy~2.5).*"],
     },
     "cache_error": {
         "title": "Pocket: error of the cache, E_t, on equal texts",
         "y": "cache_error",
         "xlabel": "tokens written",
         "ylabel": "|student's cache - teacher's| / |teacher's|",
-        "legend": {
-            "OverFill": "OverFill: no refresh",
-            "periodic:64": "periodic:64, every 64 tokens",
-            "windowed-listing:64:16": "windowed-listing:64:16,\nthe last 16 of 64",
-            "speculative:8": "speculative:8, after bursts of 8",
-        },
     },
 }

@@ -11,16 +11,17 @@ for a text to be rewritten (the setting `task`), and its copies with weights of 
 perplexity  of the written text, by the teacher
 passes      the teacher's passes after the prompt, per 1,000 tokens
 kept        the share of the drafted tokens that stay
-same        whether a text is the teacher's own
 tps         tokens/s, the prompt's prefill included
 taken       time of a text over the teacher's own time for it
 """
 
 import argparse
 from collections.abc import Collection, Sequence
+from dataclasses import astuple
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -35,32 +36,26 @@ from studies.core import RECORDED_MODELS, run_study
 from studies.results import Results, Setting
 from support.printing import end_tokens_of
 from support.texts import read_prompts_of_kind
-from support.timing import TimedText, run_in_turns, time_text
+from support.timing import run_in_turns, time_text
 
 DRAFTERS = {"exact": draft_by_student, "text": draft_from_text}
-POCKET_WAYS = ["teacher", "exact:4", "exact:8", "exact:16", "text:8"]
-POCKET_WAYS += ["speculative:4", "speculative:8", "speculative:16"]
-REAL_WAYS = ["teacher", "exact:8", "text:8"]
+POCKET_WAYS = (
+    "teacher",
+    "exact:4",
+    "exact:8",
+    "exact:16",
+    "text:8",
+    "speculative:4",
+    "speculative:8",
+)
+REAL_WAYS = ("teacher", "exact:8", "text:8")
 # The student's name after the teacher's, the setting, and how many prompts are continued.
-POCKET_CASES = [("-student", {"mode": mode}, 20) for mode in ("sampled", "greedy")]
-GREEDY = {"mode": "greedy", "task": "open"}
+POCKET_CASES = [("-student", {"mode": "sampled"}, 20), ("-student", {"mode": "greedy"}, 20)]
 REAL_CASES = [
-    (":int8", GREEDY | {"student": "int8"}, 6),
-    (":int8", GREEDY | {"student": "int8", "task": "rewrite"}, 12),
-    (":int4", GREEDY | {"student": "int4"}, 6),
+    (":int8", {"mode": "greedy"}, 6),
+    (":int8", {"mode": "greedy", "task": "rewrite"}, 12),
+    (":int4", {"mode": "greedy", "student": "int4"}, 6),
 ]
-
-
-class Size(NamedTuple):
-    """The most prompts, and the most new tokens of each."""
-
-    prompts: int = 20
-    new_tokens: int = 256
-
-    @classmethod
-    def quick(cls) -> "Size":
-        """Return the size of a reduced run."""
-        return cls(4, 32)
 
 
 class Writer(NamedTuple):
@@ -73,28 +68,29 @@ class Writer(NamedTuple):
     new_tokens: int
     stop_ids: Collection[int] = ()
 
-    def write(self, way: str, mode: str, turn: int) -> tuple[TimedText, DraftCounts, float]:
-        """Continue the prompt of a turn in one way; return the text, what became of drafts, and the
-        teacher's mean nats."""
-        ids, counts = self.prompts[turn], DraftCounts()
+    def write(self, way: str, mode: str, turn: int) -> list[float]:
+        """Continue the prompt of a turn in one way. Return the number of tokens, the seconds, the
+        teacher's passes, the drafted tokens and those accepted, and the teacher's mean nats."""
+        teacher, student, prompts, new_tokens, stop_ids = self
+        ids, counts = prompts[turn], DraftCounts()
         generator = torch.Generator(ids.device).manual_seed(turn)
         options = {"temperature": float(mode == "sampled"), "generator": generator}
         kind, _, k = way.partition(":")
         if kind in DRAFTERS:
-            pair, options["stop_ids"] = Pair(self.teacher, self.student, ids), self.stop_ids
-            tokens = speculate(pair, self.new_tokens, int(k), DRAFTERS[kind], counts, **options)
+            pair, options["stop_ids"] = Pair(teacher, student, ids), stop_ids
+            tokens = speculate(pair, new_tokens, int(k), DRAFTERS[kind], counts, **options)
         elif kind == "teacher":
-            tokens = generate(self.teacher, ids, self.new_tokens, **options)
+            tokens = generate(teacher, ids, new_tokens, **options)
         else:
-            pair = RefreshedPair(self.teacher, self.student, ids)
-            tokens = generate_refreshed(pair, self.new_tokens, parse_policy(way), **options)
-        text = time_text(lambda: tokens, self.stop_ids)
+            pair = RefreshedPair(teacher, student, ids)
+            tokens = generate_refreshed(pair, new_tokens, parse_policy(way), **options)
+        text, _, seconds = time_text(lambda: tokens, stop_ids)
         if kind == "teacher":
-            counts.passes = len(text.ids) - 1
+            counts.passes = len(text) - 1
         elif kind not in DRAFTERS:
             counts.passes = int(pair.teacher_passes)
-        nats = token_losses(self.teacher, ids[0].tolist() + text.ids)
-        return text, counts, float(nats[-len(text.ids) :].mean())
+        nats = token_losses(teacher, ids[0].tolist() + text)[-len(text) :].mean()
+        return [len(text), seconds, *astuple(counts), float(nats)]
 
 
 @torch.no_grad()
@@ -104,36 +100,39 @@ def compare_ways(rows: Results, writer: Writer, setting: Setting, all_ways: Sequ
     runs = {way: partial(writer.write, way, setting["mode"]) for way in ("teacher", *ways)}
     written = run_in_turns(runs, len(writer.prompts)) if ways else {}
     for way in ways:
-        figures = {name: [] for name in ("passes", "tps", "taken", "same", "perplexity")}
-        drafted = accepted = 0
-        for (text, counts, nats), (alone, *_) in zip(written[way], written["teacher"], strict=True):
-            figures["passes"].append(1000 * counts.passes / len(text.ids))
-            figures["tps"].append(len(text.ids) / text.total_seconds)
-            figures["taken"].append(text.total_seconds / alone.total_seconds)
-            figures["same"].append(float(text.ids == alone.ids))
-            figures["perplexity"].append(nats)
-            drafted, accepted = drafted + counts.drafted, accepted + counts.accepted
-        if drafted:
-            rows.add_figures(way, setting, len(writer.prompts), kept=[accepted / drafted])
-        rows.add_values(way, setting, **figures)  # the last of them tells that a way has its rows
+        lengths, seconds, passes, drafted, accepted, nats = np.array(written[way]).T
+        if drafted.any():
+            kept = accepted.sum() / drafted.sum()
+            rows.add_figures(way, setting, len(drafted), kept=[kept])
+        rows.add_values(
+            way,
+            setting,
+            passes=1000 * passes / lengths,
+            tps=lengths / seconds,
+            taken=seconds / np.array(written["teacher"])[:, 1],
+            perplexity=nats,  # the last of them tells that a way has its rows
+        )
 
 
 def measure(rows: Results, args: argparse.Namespace) -> None:
     """Measure every figure that has no row yet."""
-    size = Size.quick() if args.quick else Size()
     is_pocket = args.model.startswith("pocket")
-    new_tokens = size.new_tokens if is_pocket else min(96, size.new_tokens)
-    for student_name, setting, count in POCKET_CASES if is_pocket else REAL_CASES:
+    cases, ways, new_tokens = REAL_CASES, REAL_WAYS, 96
+    if is_pocket:
+        cases, ways, new_tokens = POCKET_CASES, POCKET_WAYS, 256
+    for student_name, setting, count in cases:
+        if args.quick:
+            count, new_tokens = 4, 32
         name = args.model + student_name
         teacher, student, tokenizer = load_pair(
             args.model, name, device=args.device, dtype=args.dtype
         )
-        count = min(count, size.prompts)
         if is_pocket:
-            prompts = corpus.beginnings(tokenizer, "test", count, 192)
+            prompts, stop_ids = corpus.beginnings(tokenizer, "test", count, 192), ()
         else:
-            asked = read_prompts_of_kind(setting["task"])[:count]
+            asked = read_prompts_of_kind(rows.whole(setting)["task"])[:count]
             prompts = [encode_prompt(prompt, tokenizer) for prompt in asked]
+            stop_ids = end_tokens_of(tokenizer)
         rows.set_model_conditions(
             args.model,
             teacher,
@@ -141,9 +140,7 @@ def measure(rows: Results, args: argparse.Namespace) -> None:
             f"{count} prompts, at most {new_tokens} new tokens, one text at a time",
         )
         tensors = [torch.tensor([ids], device=args.device) for ids in prompts]
-        stop_ids = () if is_pocket else end_tokens_of(tokenizer)
         writer = Writer(teacher, student, tensors, new_tokens, stop_ids)
-        ways = POCKET_WAYS if is_pocket else REAL_WAYS
         compare_ways(rows, writer, setting | {"model": args.model}, ways)
 
 
