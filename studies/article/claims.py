@@ -14,9 +14,6 @@ USUAL = {"model": "124M"}  # and a smaller one, to try the two lines of a window
 SMALL = {"model": "4x4x64"}
 LONGER_PROMPTS = (128, 512, 1000)  # tokens
 SENTENCES = [
-    "Without a cache, the 200 steps after 4 tokens compute the keys and values of 4, 5, 6 ... 203 tokens, "
-    f"{sum(range(4, 204)):,} in all. With a cache, the first step computes 4 and every other one 1, 203 in all, "
-    "and reuses the rest.",
     '"Memory usage increases linearly: Each new token appends to the KV cache." (KV cache Advantages '
     f"and Disadvantages): at 124M, each token adds {2 * 12 * 768 * 4:,} bytes, a key and a value of "
     "768 float32 numbers in each of 12 layers.",

@@ -13,7 +13,9 @@ which is OverFill without a refresh; published:64 is refresh_as_published() ever
 Metrics, where perplexity is the teacher's:
 
 perplexity                  per token of the written texts, each up to a token that ends it
+tail                        mean log-probability in nats of a text's last 50 tokens, by the teacher
 repeated                    share of its 3-grams of tokens that it already had
+characters                  of the written text
 refreshes                   of a text
 time                        of a text, over OverFill's in the same turn (by=formula: by the source's
                             cost formula)
@@ -60,6 +62,7 @@ from support.texts import rows_of_tokens
 from support.timing import TimedText, run_in_turns, time_text
 
 PROMPT_LENGTH = 192
+TAIL = 50  # the last tokens of a text, which the source judges by themselves
 ALONG_PROMPTS = 12  # at most so many texts are read by several ways
 PUBLISHED = {"published:64": 64, "published:8": 8}
 BASELINES = ("none", "teacher", "student")
@@ -121,6 +124,7 @@ class Texts(NamedTuple):
     new_tokens: int
     setting: Setting
     end_ids: Sequence[int] = ()  # tokens after which a text isn't judged
+    tokenizer: Any = None
 
     def until_end(self, ids: list[int]) -> list[int]:
         """Return the new tokens of a text up to the first that ends it."""
@@ -215,17 +219,20 @@ def add_quality(texts: Texts, ways: Sequence[str], mode: str) -> None:
             texts.add_threshold(way)
         tokens, pair = texts.start_writing(way, ids, seed=0, mode=mode)
         written = [texts.until_end(text) for text in torch.cat([*tokens], 1).tolist()]
-        nats = []  # of each text
+        nats, tails = [], []  # of each text
         for prompt, text in zip(ids.tolist(), written, strict=True):
-            losses = token_losses(texts.models["teacher"], prompt + text)
-            nats.append(float(losses[-len(text) :].double().sum()))
+            losses = token_losses(texts.models["teacher"], prompt + text)[-len(text) :].double()
+            nats.append(float(losses.sum()))
+            tails.append(-float(losses[-TAIL:].mean()))
         nats, lengths = np.array(nats), np.array([*map(len, written)])
         by_token = nats.sum() / lengths.sum()
         texts.rows.add_values(
             way,
             setting,
             refreshes=pair.refresh_count.tolist(),
+            tail=tails,
             repeated=map(repetition, written),
+            characters=[len(texts.tokenizer.decode(text)) for text in written],
             # Each text's part in the mean by token: their mean is that one, and their variance that of
             # such a ratio (Cochran 1977, "Sampling Techniques", section 6.4, linearized ratio).
             perplexity=by_token + (nats - by_token * lengths) / lengths.mean(),
@@ -406,7 +413,7 @@ def measure_student(rows: Results, args: argparse.Namespace, student: Student) -
         )
     models = {"teacher": teacher, "student": student_model}
     end_ids = () if args.model.startswith("pocket") else end_tokens_of(tokenizer)
-    texts = Texts(rows, models, prompts, student.new_tokens, student.setting, end_ids)
+    texts = Texts(rows, models, prompts, student.new_tokens, student.setting, end_ids, tokenizer)
     set_conditions(texts, args.model, student.name)
     add_quality(texts, student.sampled, "sampled")
     add_quality(texts, student.greedy, "greedy")
