@@ -17,27 +17,20 @@ from functools import partial
 from torch import nn
 
 from demos.memories import Memory
-from formats.tokenizers import read_tokenizer
-from gpt_bounded_cache import GPT, BCTConfig, GPTConfig
-from hybrid_kv_cache import Hybrid, HybridConfig
-from pocket.evaluation import window_of_equal_bytes, windowed
-from pocket.recipes import MEMORY, Phase, Recipe, steps_and_tokens
-from pocket.tokenizer import TOKENIZER, VOCABULARY
+from gpt_bounded_cache import GPT, GPTConfig
+from pocket.recipes import MEMORY, Phase, Recipe
+from pocket.tokenizer import VOCABULARY
 from pocket.training import train
 from studies.bounding import study as bounding
 from studies.bounding.claims import bleu_fine_tuned, delta_rule, our_rule, recall, sinks
 from studies.core import run_study
-from studies.recall.study import WideBCT, states_in_place_of_slots
+from studies.recall.study import kind_of_model
 from studies.results import Results
 
 GEOMETRY = {"vocab_size": VOCABULARY, "n_ctx": 512, "n_layer": 6, "n_head": 6, "n_embd": 192}
-MEMORIES = {  # options of a BCTConfig
-    "full": {},
-    "sum": {"rule": "sum", "slots": sum(MEMORY.values()), "recent": 0},
-    "ours": MEMORY,
-    "window": {},
-    "delta": {"rule": "sum", "slots": sum(MEMORY.values()), "recent": 0},  # the bytes of its states
-}
+SUM = {"rule": "sum", "slots": sum(MEMORY.values()), "recent": 0}
+MEMORIES = {"full": {}, "sum": SUM, "ours": MEMORY, "window": MEMORY, "delta": SUM}
+ROWS = 5  # in a batch
 
 
 @dataclass(frozen=True)
@@ -45,28 +38,17 @@ class Pretraining(Recipe):
     """Training from scratch, from GPT-2's own starting weights."""
 
     kind, new_rate = "pretrained", 1.0
-    window: int = 0
-
-    @property
-    def model_class(self) -> Callable[[GPTConfig], nn.Module]:
-        if isinstance(self.config, HybridConfig):
-            return Hybrid
-        if isinstance(self.config, BCTConfig):
-            return WideBCT
-        return windowed(self.window) if self.window else GPT
+    model_class: Callable[[GPTConfig], nn.Module] = GPT
 
 
 def recipe_of(way: str, steps: int, documents: int) -> Pretraining:
     """Return the recipe of the model with this memory; all models read the same batches."""
-    options = MEMORIES[way]
-    config = BCTConfig(**GEOMETRY, **options) if options else GPTConfig(**GEOMETRY)
-    if way == "delta":  # with an MLP of as many weights as GPT-2's
-        kinds = ("state",) * config.n_layer
-        states = states_in_place_of_slots(config)
-        config = HybridConfig(**GEOMETRY | states, n_inner=512, kinds=kinds)
-    window = window_of_equal_bytes(BCTConfig(**GEOMETRY, **MEMORY)) if way == "window" else 0
-    phase = Phase(steps=steps, documents=5, lists=0, context=config.n_ctx, lr=1e-3)
-    return Pretraining(config, (phase,), documents=documents, window=window)
+    geometry = GEOMETRY
+    if way == "delta":
+        geometry = GEOMETRY | {"n_inner": 512}  # an MLP of as many weights as GPT-2's
+    model_class, config = kind_of_model(way, geometry, MEMORIES[way])
+    phase = Phase(steps=steps, documents=ROWS, lists=0, context=config.n_ctx, lr=1e-3)
+    return Pretraining(config, (phase,), documents=documents, model_class=model_class)
 
 
 def measure(rows: Results, quick: bool) -> None:
@@ -77,25 +59,21 @@ def measure(rows: Results, quick: bool) -> None:
     due = rows.ways_due(MEMORIES, "facts", **setting)
     if not due:
         return
-    recipes = {way: recipe_of(way, steps, documents) for way in MEMORIES}
     state_folder = rows.path.parent / f"pretraining-{steps}"
     memories = {}
     for way in dict.fromkeys(["full", *due]):  # the others are compared with "full"
-        model, _ = train(recipes[way], state_folder / way)
+        model, _ = train(recipe_of(way, steps, documents), state_folder / way)
         memories[way] = Memory(way, model, lambda _, model=model: model.new_cache())
-    _, tokens = steps_and_tokens(recipes["full"])
-    state_size = recipes["delta"].config.head_dim
-    weights = sum(p.numel() for p in Hybrid(recipes["delta"].config).parameters())
     rows.set_model_conditions(
         "GPT-2 of pocket's layers and width, trained from scratch",
         memories["full"].model,
-        f"{steps:,} steps, {tokens / 1e6:.1f} million tokens in rows of {GEOMETRY['n_ctx']}",
-        f"{MEMORIES['sum']['slots']} slots, or ours of {MEMORY['slots']} and the last {MEMORY['recent']} tokens, "
-        f"or a window of {recipes['window'].window}, or a state of {state_size} by {state_size} ({weights:,} parameters)",
+        f"{steps:,} steps of {ROWS} rows of {GEOMETRY['n_ctx']} tokens",
+        f"{SUM['slots']} slots, or ours of {MEMORY['slots']} and the last {MEMORY['recent']} tokens, or a window or "
+        "states of about as many bytes",
         f"{size.documents} held-out documents, {size.explanations} explanations",
         "one seed",
     )
-    bounding.measure_quality(rows, setting, memories, read_tokenizer(TOKENIZER), size)
+    bounding.measure_quality(rows, setting, memories, size)
 
 
 main = partial(

@@ -9,7 +9,6 @@ the shortest training. The steps are doubled until the model recalls less than a
 keys.
 
 learned   share of values recalled by one model, by number of pairs; its figure is their mean
-steps     of the longest training, and rate, its learning rate
 right     share of values recalled, by pairs; a value for each seed. In the setting steps=n, after
           so many steps, of the first seed
 bytes     of the cache of a text of 32 pairs
@@ -20,16 +19,17 @@ Efficient Language Models" (the task); Yang et al. 2024, "Gated Delta Networks".
 
 import itertools
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt_bounded_cache import BCT, GPT, BCTConfig, GPTConfig, SlidingWindowCache
+from gpt_bounded_cache import BCT, GPT, BCTConfig, GPTConfig
 from hybrid_kv_cache import Hybrid, HybridConfig
-from pocket.evaluation import window_of_equal_bytes
+from pocket.evaluation import window_of_equal_bytes, windowed
 from studies.bounding.claims import (
     LOOKING_UP,
     bleu_fine_tuned,
@@ -77,32 +77,8 @@ def draw_texts(
     values = torch.randint(VALUES, (text_count, pairs), generator=generator)
     asked_pairs = torch.rand(text_count, pairs, generator=generator).argsort(dim=1)[:, :asked]
     ids = torch.cat([keys, keys.gather(1, asked_pairs)], dim=1) * (VALUES + 1)
-    ids = ids + F.pad(values, (0, asked_pairs.size(1)), value=VALUES)
+    ids = ids + F.pad(values, (0, asked), value=VALUES)
     return ids, values.gather(1, asked_pairs)
-
-
-class Recaller(nn.Module):
-    """What makes a model one for these texts: a position's embedding is its key's and its value's,
-    and a prediction is a value.
-
-    Matrices begin with a standard deviation of 1 / sqrt(width): 0.02, GPT-2's own, is too narrow
-    for a width of 64.
-    """
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__(config)
-        self.wte.forward = self.embed
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2 and name != "wpe.weight":
-                parameter.data /= 0.02 * math.sqrt(config.n_embd)
-
-    def embed(self, ids: Tensor) -> Tensor:
-        """Return the sum of the embeddings of the keys and values in ids (B, T)."""
-        embeddings = self.wte.weight
-        return embeddings[ids // (VALUES + 1)] + embeddings[KEYS + ids % (VALUES + 1)]
-
-    def head(self, x: Tensor) -> Tensor:
-        return F.linear(self.ln_f(x), self.wte.weight[KEYS : KEYS + VALUES])
 
 
 # --- The memories -----------------------------------------------------------------------------------
@@ -118,18 +94,6 @@ class WideBCT(BCT):
             nn.init.normal_(block.memory.addresses)
 
 
-class RecallingGPT(Recaller, GPT):
-    """A GPT-2 for these texts."""
-
-
-class RecallingBCT(Recaller, WideBCT):
-    """A BCT for these texts."""
-
-
-class RecallingHybrid(Recaller, Hybrid):
-    """A model with other layers, for these texts."""
-
-
 def states_in_place_of_slots(config: BCTConfig) -> dict[str, int]:
     """Return the geometry of the largest states that, with a convolution's inputs, fit into the
     bytes of a BCT's slots."""
@@ -138,29 +102,55 @@ def states_in_place_of_slots(config: BCTConfig) -> dict[str, int]:
     return {"n_kv_head": config.n_head, "head_dim": size, "conv": 2}
 
 
-def build_model(way: str, slots: int, seed: int) -> Recaller:
-    """Return a new model for a way; the same seed always gives the same model."""
-    torch.manual_seed(seed)
-    rule = "mean" if way == "ours" else "sum"
-    config = BCTConfig(**GEOMETRY, slots=slots, recent=0, rule=rule, read_by_mk=way == "sum-mk")
+def kind_of_model(
+    way: str, geometry: dict[str, int], memory: dict[str, Any]
+) -> tuple[Callable[[GPTConfig], GPT], GPTConfig]:
+    """Return the class and the config of a model with a way to remember. memory: options of the BCT
+    whose bytes a window or states may take."""
+    config = BCTConfig(**geometry, **memory)
     if way == "delta":
         states = states_in_place_of_slots(config)
-        return RecallingHybrid(HybridConfig(**GEOMETRY, **states, kinds=("state", "state")))
-    if way not in ("full", "window"):
-        return RecallingBCT(config)
-    model = RecallingGPT(GPTConfig(**GEOMETRY))
+        return Hybrid, HybridConfig(**geometry | states, kinds=("state",) * config.n_layer)
+    if way == "full":
+        return GPT, GPTConfig(**geometry)
     if way == "window":
-        model.new_cache = partial(SlidingWindowCache, window_of_equal_bytes(config))
+        return windowed(window_of_equal_bytes(config)), GPTConfig(**geometry)
+    return WideBCT, config
+
+
+def build_model(way: str, seed: int) -> GPT:
+    """Return a new model for these texts; the same seed always gives the same model.
+
+    A position's embedding is its key's and its value's, and a prediction is a value. Matrices begin
+    with a standard deviation of 1 / sqrt(width): 0.02, GPT-2's own, is too narrow for a width of 64.
+    """
+    torch.manual_seed(seed)
+    rule = "mean" if way == "ours" else "sum"
+    memory = {"slots": SLOTS, "recent": 0, "rule": rule, "read_by_mk": way == "sum-mk"}
+    model_class, config = kind_of_model(way, GEOMETRY, memory)
+    model = model_class(config)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2 and name != "wpe.weight":
+            parameter.data /= 0.02 * math.sqrt(config.n_embd)
+    embeddings = model.wte.weight
+
+    def embed(ids: Tensor) -> Tensor:
+        return embeddings[ids // (VALUES + 1)] + embeddings[KEYS + ids % (VALUES + 1)]
+
+    def head(x: Tensor) -> Tensor:
+        return F.linear(model.ln_f(x), embeddings[KEYS : KEYS + VALUES])
+
+    model.wte.forward, model.head = embed, head
     return model
 
 
-def train_model(way: str, steps: int, rate: float, seed: int, size: Size) -> Recaller:
+def train_model(way: str, steps: int, rate: float, seed: int, size: Size) -> GPT:
     """Return a trained model.
 
     All texts of a step have the same number of pairs, drawn at random up to a limit that rises to
     the largest in the first 60% of the steps. Every way reads the same texts for this seed.
     """
-    model = build_model(way, SLOTS, seed)
+    model = build_model(way, seed)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True
     )
@@ -186,7 +176,7 @@ def train_model(way: str, steps: int, rate: float, seed: int, size: Size) -> Rec
 
 
 @torch.no_grad()
-def recall_of(model: Recaller, pairs: int, min_answers: int) -> tuple[float, float]:
+def recall_of(model: GPT, pairs: int, min_answers: int) -> tuple[float, float]:
     """Return the share of at least min_answers values that the model recalls, the same for every
     model; and the bytes of a text's cache."""
     asked = min(pairs, MAX_ASKED)
@@ -228,8 +218,8 @@ def measure_recall(rows: Results, way: str, size: Size) -> None:
     models = [learned(rows, way, size, steps=steps, rate=rate, seed=n) for n in range(size.models)]
     for pairs in size.pairs:
         rows.add_values(way, {"pairs": pairs}, right=[recalls[pairs] for recalls in models])
-    _, nbytes = recall_of(build_model(way, SLOTS, 0), PAIRS, 1)
-    rows.add_values(way, {}, bytes=[nbytes], rate=[rate], steps=[steps])
+    _, nbytes = recall_of(build_model(way, 0), PAIRS, 1)
+    rows.add_values(way, {}, bytes=[nbytes])
 
 
 def measure(rows: Results, quick: bool) -> None:
@@ -237,12 +227,12 @@ def measure(rows: Results, quick: bool) -> None:
     size, rows = QUICK if quick else Size(), rows.at(**LOOKING_UP)
     rows.set_model_conditions(
         "two layers of GPT-2, trained from scratch to look up keys",
-        build_model("full", SLOTS, 0),
+        build_model("full", 0),
         f"steps of {POSITIONS_PER_STEP:,} positions, from {size.steps} on doubled until recall gains "
         f"less than {size.least_gain:.0%}; the learning rate that is best after {2 * size.steps:,}; "
         f"seeds: {size.models}",
     )
-    for way in rows.ways_due(WAYS, "steps"):
+    for way in rows.ways_due(WAYS, "bytes"):
         measure_recall(rows, way, size)
 
 
