@@ -51,10 +51,10 @@ def token_losses(model: nn.Module, tokens: list[int]) -> Tensor:
     return F.cross_entropy(model(ids[:, :-1])[0].float(), ids[0, 1:], reduction="none")
 
 
-def held_out_rows(tokenizer: Encoding, n: int, length: int) -> list[list[int]]:
+def held_out_rows(tokenizer: Encoding, n: int, length: int, seed: int = 0) -> list[list[int]]:
     """Return n held-out documents, one after the other, in rows of so many tokens."""
     tokens = []
-    for document in corpus.documents("test", n):
+    for document in corpus.documents("test", n, seed):
         tokens += [*tokenizer.encode_ordinary(document.text), tokenizer.eot_token]
     return [tokens[i : i + length] for i in range(0, len(tokens) - length + 1, length)]
 

@@ -19,7 +19,7 @@ SOURCE = Source(
     "Crawl, RefinedWeb, The Pile; no table of results; lengths, hardware, BLEU's task and"
     " how the memory is read not stated",
 )
-COMMANDS = ("bounding", "bounding --model smollm2", "recall", "pretraining")
+COMMANDS = ("bounding", "bounding --model smollm2", "pretraining")
 METRICS = (
     metrics("perplexity", perplexity=".2f", long=".2f", text=".1f")
     | metrics(
@@ -34,7 +34,7 @@ METRICS = (
     | metrics("series", learned=".0%")
 )
 USUAL = {"model": "pocket", "built": "fine-tuned", "window": 36, "slots": 16, "pairs": 32}
-LOOKING_UP = {"model": "two-layers"}  # of studies/recall
+LOOKING_UP = {"model": "two-layers"}  # of studies/pretraining
 WINDOWS = (64, 128, 256, 512)  # tokens
 EVERY = {"window": WINDOWS}
 NAMES = {
@@ -75,11 +75,11 @@ def bleu_fine_tuned(results: Results) -> Answer:
 )
 def recall(results: Results) -> Answer:
     change = results.change("sum", "full", "right")
-    share = results.figure("sum", "bytes").value / results.figure("full", "bytes").value
     return (
         change.above(-0.03),
         f"With 16 slots, a BCT finds {results.figure('sum', 'right'):±} of 32 keys, {change:±} against "
-        f"full attention, in {share:.0%} of the bytes; of 64 keys "
+        f"full attention, in {results.figure('sum', 'bytes')} bytes instead of "
+        f"{results.figure('full', 'bytes')}; of 64 keys "
         f"{results.figure('sum', 'right', pairs=64)}, of 128 {results.figure('sum', 'right', pairs=128)}",
     )
 

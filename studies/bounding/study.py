@@ -2,8 +2,8 @@
 
 `python3 -m studies.bounding` takes about ten minutes on one thread; `--model smollm2`, in ten
 minutes, reads the texts in data/real in windows, with and without sinks, by SmolLM2-135M-Instruct,
-which can't have a BCT's memory without training. `studies.recall` and `studies.pretraining` add
-models that are built with a memory, and `studies.lengths` its time. `python3 gpt_bounded_cache.py`
+which can't have a BCT's memory without training. `studies.pretraining` adds models that are built
+with a memory, and `studies.lengths` its time. `python3 gpt_bounded_cache.py`
 shows one text in all memories.
 
 Ways: full attention; window and sinks, with as many bytes as a BCT's memory, or of as many tokens
@@ -26,7 +26,7 @@ import argparse
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,9 +36,9 @@ from torch import Tensor, nn
 from demos.memories import SINKS, Memory, memories_of
 from formats.tokenizers import END_OF_TEXT
 from gpt_bounded_cache import KVCache, SlidingWindowCache, context_start
-from load_gpt2_weights import load_model, load_tokenizer
+from load_gpt2_weights import load_tokenizer
 from pocket import corpus
-from pocket.evaluation import document_losses, score_answers, unseen_texts
+from pocket.evaluation import document_losses, held_out_rows, score_answers, unseen_texts
 from studies.bounding.claims import (
     WINDOWS,
     bleu_from_scratch,
@@ -47,7 +47,7 @@ from studies.bounding.claims import (
     recall,
     text_quality,
 )
-from studies.core import RECORDED_MODELS, run_study
+from studies.core import RECORDED_MODELS, load_chosen_model, run_study
 from studies.results import Results, Setting
 from support.printing import end_tokens_of
 from support.statistics import bleu, bleu_counts, interval, perplexity
@@ -55,17 +55,15 @@ from support.texts import read_texts
 
 
 class Size(NamedTuple):
-    """How many held-out texts are read, and how long the long ones are."""
+    """How much is read that a model wasn't trained on."""
 
+    texts: int = 24  # of the long ones, and of those that are read in windows
     documents: int = 150  # and as many questions about facts
     explanations: int = 96
-    long_texts: int = 24
-    long_ends: tuple[int, ...] = (80, 160, 320, 640, 1280, 2560, 3840, 5120)  # of their stretches
-    windows: tuple[int, ...] = WINDOWS
-    texts: int = 12  # that are read in windows
 
 
-QUICK = Size(8, 4, long_texts=2, long_ends=(640, 1280, 2560), windows=WINDOWS[:2], texts=2)
+QUICK = Size(texts=2, documents=8, explanations=4)
+LONG_ENDS = (80, 160, 320, 640, 1280, 2560, 3840, 5120)  # of the stretches of a long text
 
 
 # --- Quality ----------------------------------------------------------------------------------------
@@ -98,16 +96,18 @@ def bleu_loss(counts: np.ndarray) -> np.ndarray:
     return bleu(counts[..., 1, :]) - bleu(counts[..., 0, :])
 
 
-def count_texts(memory: Memory, tokenizer: Any, size: Size) -> tuple[np.ndarray, np.ndarray]:
+@cache
+def count_texts(memory: Memory, size: Size) -> tuple[np.ndarray, np.ndarray]:
     """Return the nats and tokens (documents, 2) of documents, and the counts (explanations, 10) from
     which BLEU is computed, for explanations written with a memory."""
+    tokenizer = load_tokenizer("pocket")
     nats, counts = [], []
     for losses in document_losses(memory, tokenizer, "test", size.documents):
         nats.append([float(losses.double().sum()), len(losses)])
     for question in corpus.explain_questions("test", size.explanations):
         ids = torch.tensor([tokenizer.encode_ordinary(question.prompt)])
         new_ids = memory.write(ids, 220, stop_ids=end_tokens_of(tokenizer))[0].tolist()
-        text = tokenizer.decode(new_ids).removesuffix(END_OF_TEXT).strip()
+        text = tokenizer.decode(new_ids).removesuffix(END_OF_TEXT)
         counts.append(bleu_counts(text, question.answer))
     return np.array(nats), np.array(counts)
 
@@ -115,19 +115,14 @@ def count_texts(memory: Memory, tokenizer: Any, size: Size) -> tuple[np.ndarray,
 def measure_quality(
     rows: Results, setting: Setting, memories: dict[str, Memory], size: Size
 ) -> None:
-    """Append the missing figures of the memories, on held-out texts; those of full attention are the
-    others' reference."""
+    """Append the missing figures of the memories, on held-out texts, beside those of full
+    attention."""
     tokenizer = load_tokenizer("pocket")
-
-    @cache
-    def counts_of(way: str) -> tuple[np.ndarray, np.ndarray]:
-        return count_texts(memories[way], tokenizer, size)
-
     questions = corpus.recall_questions("test", size.documents)
     for way in rows.ways_due(memories, "facts", **setting):
         memory = memories[way]
-        nats, counts = counts_of(way)
-        full_nats, full_counts = counts_of("full")
+        nats, counts = count_texts(memory, size)
+        full_nats, full_counts = count_texts(memories["full"], size)
         _, right = score_answers(memory, tokenizer, questions)
         rows.add_values(way, setting, bytes=[memory.nbytes(memory.config.n_ctx)])
         rows.add_figures(
@@ -150,11 +145,11 @@ def measure_quality(
 def measure_long_texts(rows: Results, memories: dict[str, Memory], size: Size) -> None:
     """Append the perplexity of texts that are longer than the context, by distance from their
     beginning."""
-    *_, length = size.long_ends
-    texts = unseen_texts("pocket", load_tokenizer("pocket"), size.long_texts, length + 1)
+    tokenizer, length = load_tokenizer("pocket"), LONG_ENDS[-1]
+    texts = [held_out_rows(tokenizer, 64, length + 1, seed)[0] for seed in range(1, size.texts + 1)]
     for way in rows.ways_due(memories, "long", tokens=length):
         losses = torch.stack([stream_losses(memories[way], text) for text in texts])
-        for start, end in pairwise((0, *size.long_ends)):
+        for start, end in pairwise((0, *LONG_ENDS)):
             nats = losses[:, start:end].mean(1).tolist()
             rows.add_values(way, {"tokens": end}, long=nats)
 
@@ -167,15 +162,16 @@ def measure_windows(rows: Results, name: str, model: nn.Module, size: Size) -> N
         texts = unseen_texts(name, tokenizer, size.texts, 1024)
     else:
         texts = [tokenizer.encode_ordinary(text) for text in read_texts().values()][: size.texts]
-    longest = max(map(len, texts))
-    rows.set_model_conditions(name, model, f"{len(texts)} texts of up to {longest} tokens")
+    rows.set_model_conditions(
+        name, model, f"{len(texts)} texts of up to {max(map(len, texts)):,} tokens"
+    )
 
     @cache
     def nats_of(new_cache: Callable[[], KVCache]) -> list[float]:
         memory = Memory("", model, lambda _: new_cache(), chunk_length=128)
         return [float(stream_losses(memory, text).mean()) for text in texts]
 
-    for width in size.windows:
+    for width in WINDOWS:
         setting = {"model": name, "window": width}
         caches = {
             "full": KVCache,  # read once for all windows
@@ -188,17 +184,17 @@ def measure_windows(rows: Results, name: str, model: nn.Module, size: Size) -> N
 
 def measure(rows: Results, args: argparse.Namespace) -> None:
     """Append the figures of windows, and those of pocket's memories."""
-    model = load_model(args.model, device=args.device, dtype=args.dtype)
+    model, _ = load_chosen_model(args)
     size = QUICK if args.quick else Size()
     measure_windows(rows, args.model, model, size)
     if args.model != "pocket":
         return
     memories = memories_of("pocket")
-    bct = memories["ours"].config
     rows.set_model_conditions(
         "pocket",
         memories["full"].model,
-        f"the BCT, {bct.slots} slots + {bct.recent} recent, is pocket fine-tuned on pocket's own predictions; "
+        f"the BCT, {memories['ours'].config.slots} slots + {memories['ours'].config.recent} recent, is "
+        "pocket fine-tuned on pocket's own predictions; "
         "full attention is pocket as it is, where that fine-tuning would begin at a loss of 0",
         f"{size.documents} held-out documents, {size.explanations} explanations",
     )

@@ -13,9 +13,7 @@ Source: Yi et al. 2024 (BCT).
 import statistics
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-import numpy as np
 import torch
 
 from compress import read_in_pieces
@@ -61,7 +59,7 @@ def memory_after(model: BCT, length: int) -> BoundedMemory:
     return memory
 
 
-def ways_of(geometry: dict[str, int]) -> dict[str, tuple[GPT, Callable[[int], Any]]]:
+def ways_of(geometry: dict[str, int]) -> dict[str, tuple[GPT, Callable]]:
     """Return by name a model, and a function that makes its cache of so many tokens."""
     plain = order_for_decoding(GPT(GPTConfig(**geometry)))
     ways = {
@@ -74,11 +72,14 @@ def ways_of(geometry: dict[str, int]) -> dict[str, tuple[GPT, Callable[[int], An
     return ways
 
 
-def milliseconds_per_token(model: GPT, make_cache: Callable, length: int, turn: int) -> float:
-    """Return the median time of a decoded token, with a new cache of `length` tokens."""
+def decode(model: GPT, make_cache: Callable, length: int, turn: int) -> tuple[float, float]:
+    """Return the tokens/s after `length` tokens, from the median time, and the megabytes of the
+    cache."""
+    cache = make_cache(length)
+    megabytes = cache.nbytes / 1e6
     ids = torch.zeros(1, ROOM, dtype=torch.long)
-    _, pass_milliseconds = read_in_pieces(model, make_cache(length), ids)
-    return statistics.median(pass_milliseconds[1:])
+    _, pass_milliseconds = read_in_pieces(model, cache, ids)
+    return 1000 / statistics.median(pass_milliseconds[1:]), megabytes
 
 
 def measure(rows: Results, quick: bool) -> None:
@@ -93,15 +94,12 @@ def measure(rows: Results, quick: bool) -> None:
         f"BCT by our rule, with the last {BCTConfig.recent} tokens as they are",
     )
     for length in LENGTHS:
-        setting = {"after": length}
-        if not rows.ways_due(ways, "tps", **setting):
+        if not rows.ways_due(ways, "tps", after=length):
             continue
-        runs = {name: partial(milliseconds_per_token, *way, length) for name, way in ways.items()}
-        milliseconds = run_in_turns(runs, TURNS)
-        for name, (_, make_cache) in ways.items():
-            megabytes = make_cache(length).nbytes / 1e6
-            tokens_per_second = np.divide(1000, milliseconds[name])
-            rows.add_values(name, setting, mb=[megabytes], tps=tokens_per_second)
+        runs = {name: partial(decode, *way, length) for name, way in ways.items()}
+        for name, turns in run_in_turns(runs, TURNS).items():
+            tokens_per_second, megabytes = zip(*turns, strict=True)
+            rows.add_values(name, {"after": length}, mb=megabytes[:1], tps=tokens_per_second)
 
 
 main = partial(run_study, __doc__, "lengths", "a small geometry", measure)
