@@ -152,7 +152,7 @@ def delta_rule(results: Results) -> Answer:
     gain, gain_over_sum = (results.change("delta", other, "right") for other in ("ours", "sum"))
     return (
         min(gain.above(0), gain_over_sum.above(0)),
-        f"In the bytes of 16 slots a head, it finds {results.figure('delta', 'right'):±} of 32 keys: "
+        f"In fewer bytes, it finds {results.figure('delta', 'right'):±} of 32 keys: "
         f"{gain:±} against our rule, {gain_over_sum:±} against the sum",
     )
 
