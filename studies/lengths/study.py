@@ -84,10 +84,10 @@ def decode(model: GPT, make_cache: Callable, length: int, turn: int) -> tuple[fl
 
 def measure(rows: Results, quick: bool) -> None:
     """Append tokens/s and bytes of each cache at each length; the caches take turns."""
-    name, geometry = ("a small geometry", SMALL) if quick else ("GPT-2's geometry", {})
+    label, geometry = ("a small geometry", SMALL) if quick else ("GPT-2's geometry", {})
     ways = ways_of(geometry | {"n_ctx": max(LENGTHS) + ROOM})
     rows.set_model_conditions(
-        f"{name}, random weights",
+        f"{label}, random weights",
         ways["growing"][0],
         f"caches filled with random numbers, a BCT's with {ROOM} tokens",
         f"medians of {DECODED_TOKENS} tokens, turns: {TURNS}",
