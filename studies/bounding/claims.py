@@ -132,7 +132,7 @@ def sinks(results: Results) -> Answer:
     def judge(there: Results) -> tuple:
         change = there.change("sinks", "window", "text")
         sentence = f"In a window of {there.place} tokens, 4 sinks change perplexity by {change:±}"
-        return change.below(0), sentence, f"{change:±}"
+        return change.below(0), sentence, f"perplexity {change:±}"
 
     return for_each(results, "window", judge)
 

@@ -51,7 +51,7 @@ def constant_speed(results: Results) -> Answer:
 def throughput(results: Results) -> Answer:
     return (
         NOT_SHOWN,
-        "After 16,000 tokens of one text, a BCT changes tokens/s by "
+        "After 16,000 tokens, a BCT changes tokens/s by "
         f"{results.change('bct:2048', 'preallocated', 'tps'):±} against a preallocated cache, by "
         f"{results.change('bct:2048', 'growing', 'tps'):±} against a growing one",
     )
