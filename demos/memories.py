@@ -18,7 +18,7 @@ SINKS = 4
 SLOTS = 37  # of a window, one of them spare: as many bytes as pocket-bct's memory
 
 
-@dataclass
+@dataclass(eq=False)
 class Memory:
     """A model and the kind of cache that it reads with. make_cache: makes a cache for a text of so
     many tokens; chunk_length: the most tokens in a pass."""

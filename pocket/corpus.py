@@ -552,9 +552,9 @@ def document(split: str, index: int, seed: int = 0) -> Document:
     return Document(kind, text)
 
 
-def documents(split: str, n: int) -> Iterator[Document]:
+def documents(split: str, n: int, seed: int = 0) -> Iterator[Document]:
     """Return the first n documents of a split."""
-    return (document(split, i) for i in range(n))
+    return (document(split, i, seed) for i in range(n))
 
 
 def beginnings(tokenizer: Encoding, split: str, n: int, length: int) -> list[list[int]]:

@@ -51,10 +51,10 @@ def token_losses(model: nn.Module, tokens: list[int]) -> Tensor:
     return F.cross_entropy(model(ids[:, :-1])[0].float(), ids[0, 1:], reduction="none")
 
 
-def held_out_rows(tokenizer: Encoding, n: int, length: int) -> list[list[int]]:
+def held_out_rows(tokenizer: Encoding, n: int, length: int, seed: int = 0) -> list[list[int]]:
     """Return n held-out documents, one after the other, in rows of so many tokens."""
     tokens = []
-    for document in corpus.documents("test", n):
+    for document in corpus.documents("test", n, seed):
         tokens += [*tokenizer.encode_ordinary(document.text), tokenizer.eot_token]
     return [tokens[i : i + length] for i in range(0, len(tokens) - length + 1, length)]
 
@@ -67,13 +67,18 @@ def unseen_texts(name: str, tokenizer: Encoding, count: int, length: int) -> lis
     return rows_of_tokens(tokenizer, length)[:count]
 
 
-def perplexity(model: nn.Module, tokenizer: Encoding, split: str) -> float:
-    """Return the perplexity per token of 300 documents, each read by itself."""
-    nats = []
-    for document in corpus.documents(split, 300):
+def document_losses(model: nn.Module, tokenizer: Encoding, split: str, n: int) -> list[Tensor]:
+    """Return the losses (T - 1,) on the tokens of n documents, each read by itself."""
+    losses = []
+    for document in corpus.documents(split, n):
         tokens = tokenizer.encode_ordinary(document.text)
-        nats.append(token_losses(model, [*tokens, tokenizer.eot_token]))
-    return torch.cat(nats).mean().exp().item()
+        losses.append(token_losses(model, [*tokens, tokenizer.eot_token]))
+    return losses
+
+
+def perplexity(model: nn.Module, tokenizer: Encoding, split: str) -> float:
+    """Return the perplexity per token of 300 documents."""
+    return torch.cat(document_losses(model, tokenizer, split, 300)).mean().exp().item()
 
 
 def list_losses(model: nn.Module, tokenizer: Encoding) -> list[float]:

@@ -264,9 +264,3 @@ def steps_of(phases: tuple[Phase, ...], warmup: int, n_ctx: int) -> list[Step]:
                 )
             steps.append(Step(phase, progress, step_lr))
     return steps
-
-
-def steps_and_tokens(recipe: Recipe) -> tuple[int, int]:
-    """Return a recipe's steps and how many tokens they read."""
-    steps = schedule(recipe)
-    return len(steps), sum(step.phase.rows * step.phase.context for step in steps)

@@ -1,4 +1,4 @@
-"""studies/bounding/study.py measures what it says: BLEU, and losses of long texts."""
+"""studies/bounding/study.py and lengths/study.py measure what they say: BLEU, losses of long texts, caches that were filled."""
 
 import math
 import re
@@ -15,8 +15,8 @@ import gpt_bounded_cache as bounded
 from gpt_bounded_cache import BoundedMemory, SlidingWindowCache
 from pocket import corpus
 from studies.bounding import study as bounding_study
+from studies.lengths import study as lengths
 from studies.pretraining import study as pretraining
-from studies.recall import study as recall
 from support.statistics import bootstrap
 from tests.helpers import start
 from tests.test_bounded_cache import SMALL, SMALL_BCT, banded, ids_of, model_of
@@ -77,17 +77,39 @@ def check_losses(model: nn.Module, make_cache: Callable, ids: Tensor, logits: Te
     )
 
 
-SMALL_SIZE = bounding_study.Size(documents=2, facts=2, explanations=2, long_texts=1, contexts=2)
-SLOW = ["article", "bounding", "compression", "latency --model 2x2x64", "pretraining", "recall"]
-SLOW += ["speculation"]
+def test_filled_caches_have_the_bytes_and_the_position_of_read_ones() -> None:
+    ways = lengths.ways_of(lengths.SMALL | {"n_ctx": 64})
+    ids = torch.zeros(1, 20, dtype=torch.long)
+    for name, (model, make_cache) in ways.items():
+        cache = make_cache(20)
+        assert len(cache) == int(cache.positions(1)) == 20
+        if name != "preallocated":
+            read = model.new_cache()
+            model(ids, read)
+            assert read.nbytes == cache.nbytes
+        assert lengths.decode(model, make_cache, 20, 0)[0] > 0
+        assert model(ids[:, :1], cache).isfinite().all()
+
+
+SMALL_SIZE = bounding_study.Size(texts=1, documents=2, explanations=2)
+SLOW = [
+    "article",
+    "bounding",
+    "compression",
+    "latency --model 2x2x64",
+    "pretraining",
+    "speculation",
+]
 
 
 @pytest.fixture
 def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quick runs become smaller still."""
     monkeypatch.setattr(bounding_study, "QUICK", SMALL_SIZE)
-    monkeypatch.setattr(pretraining, "GEOMETRY", pretraining.GEOMETRY | {"n_layer": 1})
-    monkeypatch.setattr(recall, "QUICK", recall.QUICK._replace(steps=3, answers=16))
+    monkeypatch.setattr(pretraining, "TEXT_GEOMETRY", pretraining.TEXT_GEOMETRY | {"n_layer": 1})
+    size = pretraining.QUICK._replace(steps=3, held_out=SMALL_SIZE)
+    monkeypatch.setattr(pretraining, "QUICK", size)
+    monkeypatch.setattr(pretraining, "ANSWERS", 16)
 
 
 @pytest.mark.slow

@@ -1,3 +1,0 @@
-from studies.recall.study import main
-
-main()
