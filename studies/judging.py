@@ -177,29 +177,26 @@ claim = Claim
 question = partial(Claim, Source("", ""), "", "")
 
 
-def for_each(results: Any, key: str, judge: Callable[[Any], tuple]) -> tuple[int | None, ...]:
+def for_each(results: Any, key: str, judge: Callable[[Any], Answer]) -> Answer:
     """Judge in every place, such as each model: return the worst answer, None if a place lacks
-    figures; the judge's sentence in the first place that has it; then each further text of the
-    judge, with all places named, those of equal texts together. Raises Missing if all places lack
-    figures."""
-    said = {}
+    figures; the sentence of the first place that has it; and the judge's third texts, with their
+    places named, those of equal texts together. Raises Missing if all places lack figures."""
+    answers, sentences = [], []
+    places_of_text: dict[str, list[str]] = {}
     for value in results.every[key]:
         there = results.at(**{key: value})
         there.place = f"{value}"
         try:
-            said[there.place] = judge(there)
+            answer, sentence, *texts = judge(there)
         except Missing:
             continue
-    if not said:
+        answers.append(answer)
+        sentences.append(sentence)
+        for text in texts:
+            places_of_text.setdefault(text, []).append(there.place)
+    if not answers:
         raise Missing(f"no figures for any {key}")
-    answers, sentences, *columns = zip(*said.values(), strict=True)
     worst = min(answers)
-    texts = []
-    for column in columns:
-        names_of_text: dict[str, list[str]] = {}
-        for name, text in zip(said, column, strict=True):
-            if text:
-                names_of_text.setdefault(text, []).append(name)
-        texts.append("; ".join(f"{', '.join(x)}: {text}" for text, x in names_of_text.items()))
-    answer = worst if len(said) == len(results.every[key]) else None
-    return (answer, sentences[answers.index(worst)], *texts)
+    figures = "; ".join(f"{', '.join(places)}: {text}" for text, places in places_of_text.items())
+    complete = len(answers) == len(results.every[key])
+    return worst if complete else None, sentences[answers.index(worst)], figures

@@ -79,40 +79,31 @@ def half_of_the_tokens(results: Results) -> Answer:
 def without_loss(results: Results, way: str, words: str) -> Answer:
     """Judge whether a way of the cache costs neither perplexity nor facts, in every model."""
 
-    def judge(there: Results) -> tuple:
+    def judge(there: Results) -> Answer:
         above, facts = there.figure(way, "above"), there.figure(way, "facts")
         full = there.figure("full", "facts")
         return (
             min(above.below(NO_LOSS), facts.change(full).above(-NO_FACTS_LOST)),
             f"{words} change the perplexity of {there.place} by {above:±}",
-            f"{above:±}",
-            f"{facts:±}, {full} by full attention",
+            f"perplexity {above:±}, facts recalled {facts:±} instead of {full}",
         )
 
-    answer, sentence, above, facts = for_each(results, "model", judge)
-    return (
-        answer,
-        sentence,
-        f"{words} change perplexity by {above}. Early facts recalled: {facts}",
-    )
+    return for_each(results, "model", judge)
 
 
 @question("Do all tokens in 4 bits predict better than half of the tokens, in fewer bytes?")
 def bits_or_tokens(results: Results) -> Answer:
-    def judge(there: Results) -> tuple:
-        halves = ("chance:half", "norm:half", "window:half")
-        kl, nbytes = there.figure("bits:4", "kl"), there.figure("bits:4", "half")
-        facts, by_chance = (there.figure(way, "facts") for way in ("bits:4", "chance:half"))
+    halves = ("chance:half", "norm:half", "window:half")
+
+    def judge(there: Results) -> Answer:
+        kl, by_chance = (there.figure(way, "kl") for way in ("bits:4", "chance:half"))
         return (
             min(there.change("bits:4", half, "kl").below(0) for half in halves),
             f"All tokens in 4 bits have a KL of {kl:±} nats on {there.place}",
-            f"{kl:±} in {nbytes} bytes a token (a half by chance, with the first 4: "
-            f"{there.figure('chance:half', 'kl'):±} in {there.figure('chance:half', 'half')}); facts "
-            f"recalled {facts:±} and {by_chance:±}",
+            f"KL {kl:±}, by chance with the first 4 {by_chance:±}",
         )
 
-    answer, sentence, found = for_each(results, "model", judge)
-    return answer, sentence, f"bytes are those of half precision. KL {found}"
+    return for_each(results, "model", judge)
 
 
 @question("Are tokens with short keys better to keep than random ones and the first 4?")
@@ -123,17 +114,16 @@ def small_norms(results: Results) -> Answer:
 def more_divergence(results: Results, way: str, other: str, words: str) -> Answer:
     """Judge whether a way's KL is above another's, in every model."""
 
-    def judge(there: Results) -> tuple:
+    def judge(there: Results) -> Answer:
         other_kl, kl = there.figure(other, "kl"), there.figure(way, "kl")
         change = kl.change(other_kl)
         return (
             change.above(0),
             f"{words}, the KL of {there.place} changes by {change:±} nats",
-            f"{kl:±} instead of {other_kl:±}",
+            f"KL {kl:±} instead of {other_kl:±}",
         )
 
-    answer, sentence, found = for_each(results, "model", judge)
-    return answer, sentence, f"{words}, the KL to full attention is {found}"
+    return for_each(results, "model", judge)
 
 
 SHOWN = {"bytes a token": "half", "KL": "kl", "perplexity": "above", "facts": "facts"}
