@@ -133,27 +133,27 @@ def choose_tau(trial: Trial) -> float:
     prompts; the encoder was fitted on those, so they seem closer.) Without a negative prompt, as
     where names have to agree, tau is the least similarity of a positive one. Raises ValueError if
     there is no positive one."""
-    right, wrong = [], []
+    similarities, is_right = [], []
     for relatives in (True, False):
         for (prompt, nearest), similarity in trial.retrieve("valid", relatives).items():
-            if nearest is prompt.relative:
-                right.append(similarity)
-            else:
-                wrong.append(similarity)
-    if not right:
+            similarities.append(similarity)
+            is_right.append(nearest is prompt.relative)
+    if not any(is_right):
         raise ValueError(f"{trial.kind}: no prompt is similar to one of its own family")
-    positives, negatives = np.array(right), np.array(wrong)
+    right = np.array(is_right)
 
     def difference(tau: float) -> float:
-        return (positives >= tau).mean() - (negatives >= tau).sum() / max(1, len(wrong))
+        passes = np.array(similarities) >= tau
+        return passes[right].mean() - passes[~right].sum() / max(1, (~right).sum())
 
-    return max(sorted({*right, *wrong}), key=difference)
+    return max(sorted(similarities), key=difference)
 
 
 @cache
 def score_answer(tokenizer: tiktoken.Encoding, prompt: Prompt, first_token: int) -> float:
-    """Return the exact match of a greedy answer, up to the end of the line, or ROUGE-L if the true
-    one is long. Its first token is given; the others are written with the exact cache."""
+    """Return the exact match of a greedy answer of 24 tokens at most, up to the end of the line; or, if
+    the true one is long, ROUGE-L of one of 80. Its first token is given; the others are written with
+    the exact cache."""
     is_long = len(prompt.answer.split()) > 8
     ids = batch_of(prompt.model, [*prompt.ids, first_token])
     written = generate(prompt.model, ids, 79 if is_long else 23, stop_ids=end_tokens_of(tokenizer))
@@ -326,8 +326,9 @@ def measure_lengths(rows: Results, turns: int) -> None:
     124M's size, retrieval included, by the length of the prompt: as stored, and mapped at every
     start, as proposed. Retrieval is an encoder of all-MiniLM-L6-v2's geometry, a search, and reading the
     summary tokens from the disk. Weights are random, since times don't depend on them."""
-    setting, ways = {"model": "124M"}, ("mapped", "stored")
-    if not rows.ways_due(ways, "saved", **setting, tokens=LENGTHS[-1]):
+    setting = {"model": "124M"}
+    ways = rows.ways_due(["mapped", "stored"], "saved", **setting, tokens=LENGTHS[-1])
+    if not ways:
         return
     model, encoder = load_model("random:124M"), order_for_decoding(GPT(MINILM_CONFIG)).eval()
     rows.set_model_conditions("GPT-2 124M, random weights", model, f"turns: {turns}")
@@ -411,13 +412,14 @@ def save_libraries(trial: Trial, tau: float, folder: Path) -> None:
     """Write what `projector.py ask` needs for the test split's stored prompts: our summary tokens
     and, as proposed, projected ones."""
     stored = [prompt for prompt in trial.stored_prompts("test") if prompt.family.startswith("test")]
-    ours = trial.library("raw-1:16", stored)
-    ours.threshold, ours.match_names = tau, True
-    ours.save(folder / "ours")
-    if "written" in trial.ways:
-        proposed = trial.library("written", stored)
-        proposed.threshold = tau
-        proposed.save(folder / "proposed")
+    for name, folder_name, match_names in (
+        ("raw-1:16", "ours", True),
+        ("written", "proposed", trial.match_names),
+    ):
+        if name in trial.ways:
+            library = trial.library(name, stored)
+            library.threshold, library.match_names = tau, match_names
+            library.save(folder / folder_name)
 
 
 def kinds_of(args: argparse.Namespace, max_families: int | None) -> dict[str, Splits]:
@@ -464,8 +466,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     with cli.parse(argv) as args:
         size = QUICK if args.quick else FULL
-        is_recorded = args.model in RECORDED_MODELS and not args.pairs
-        difference = "" if is_recorded else "run of other prompts or another model"
+        difference = "run of other prompts" if args.pairs else None
         if args.model == REAL_MODEL and not args.pairs:
             args.pairs = CAPITALS
         families_by_kind = kinds_of(args, size.max_families)

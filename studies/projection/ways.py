@@ -77,19 +77,16 @@ class Size(NamedTuple):
 FULL, QUICK = Size(), Size(10, 1, 20, 20, (1e-2,), (1e-2,))
 
 
-def pocket_families(kind: str, seed: int, max_families: int | None = None) -> Splits:
+def pocket_families(kind: str, seed: int, max_families: int | None) -> Splits:
     """Return families of the pocket world by split, or the first max_families of each split; a
     family has at most WORDINGS prompts."""
-    generator, families = Random(seed), {}
+    generator = Random(seed)
+    families: Splits = {}
     for split in corpus.SPLITS:
-        chosen = [
-            generator.sample(family, min(len(family), WORDINGS))
-            for family in POCKET_KINDS[kind](split)
-        ]
-        families[split] = [
-            [(question.prompt, question.answer) for question in family]
-            for family in chosen[:max_families]
-        ]
+        families[split] = []
+        for family in POCKET_KINDS[kind](split)[:max_families]:
+            chosen = generator.sample(family, min(len(family), WORDINGS))
+            families[split].append([(question.prompt, question.answer) for question in chosen])
     return families
 
 
@@ -142,9 +139,9 @@ class Trial:
     tokenizer: tiktoken.Encoding
     kind: str
     families: Splits
-    seed: int = 0
-    size: Size = FULL
-    match_names: bool = False
+    seed: int
+    size: Size
+    match_names: bool
 
     def __post_init__(self) -> None:
         self.prompts = {
