@@ -23,8 +23,6 @@ lost                        by how much the answer's exact match, or ROUGE-L, is
 saved                       share of the time to the first token that is saved, retrieval included
 eighth_ms                   time to the eighth token in milliseconds
 from_summary                how many of these eight tokens are written from summary tokens
-error                       what stage 1 minimises: the squared error of what the last query reads, as a
-                            share, summed over layers and heads; after `steps` of L-BFGS
 """
 
 import argparse
@@ -48,7 +46,6 @@ from formats.tokenizers import END_OF_TEXT
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import NAMES, load_model, load_tokenizer
 from projector import (
-    Compressor,
     Layout,
     Projector,
     cache_of_summary,
@@ -70,7 +67,6 @@ from studies.projection.ways import (
     POCKET_KINDS,
     PROPOSED,
     QUICK,
-    VALIDATION_PROMPTS,
     Pairs,
     Prompt,
     Prompts,
@@ -79,7 +75,6 @@ from studies.projection.ways import (
     batch_of,
     families_of,
     pocket_families,
-    relative_error,
 )
 from studies.results import Results
 from support.printing import end_tokens_of
@@ -301,9 +296,6 @@ def measure_eighth_token(rows: Results, trial: Trial, prompts: Prompts, turns: i
     library = trial.library("written", trial.stored_prompts("test"))
     counts, started = [], []
 
-    def cold(prompt: Prompt) -> list[Tensor]:
-        return [*generate(model, batch_of(model, prompt.ids), 8)]
-
     def warm(prompt: Prompt, until_ready: bool) -> list[Tensor]:
         ids, cache = batch_of(model, prompt.ids), library.warm_start(prompt.text, prompt.ids)
         tokens = generate_warm(model, ids, cache, PROPOSED.tail, 8, until_ready)
@@ -313,8 +305,11 @@ def measure_eighth_token(rows: Results, trial: Trial, prompts: Prompts, turns: i
             counts.append(len(cache) - PROPOSED.m)
         return eight
 
-    ways = {"cold": cold, "until-ready": partial(warm, until_ready=True)}
-    ways["second-exact"] = partial(warm, until_ready=False)
+    ways = {
+        "cold": lambda prompt: [*generate(model, batch_of(model, prompt.ids), 8)],
+        "until-ready": partial(warm, until_ready=True),
+        "second-exact": partial(warm, until_ready=False),
+    }
     milliseconds = time_in_turns(ways, prompts[: TIMED_PROMPTS // 2], turns)
     for name, times in milliseconds.items():
         rows.add_values(name, setting, eighth_ms=np.median(times, 0))
@@ -392,22 +387,6 @@ def measure_other_numbers(rows: Results, trial: Trial) -> None:
             measure_ways(rows, trial, ["written"], trial.related_pairs("test"), on="given", m=m)
 
 
-def measure_steps(rows: Results, trial: Trial) -> None:
-    """Append the error of stage 1 as written on prompts of its fit and on others, after its steps of
-    L-BFGS and after four times as many."""
-    name = "stage1-written"
-    fitted = trial.stage_1_prompts[:VALIDATION_PROMPTS]
-    asked = [prompt for prompt, _ in trial.related_pairs("test") if trial.ways[name].covers(prompt)]
-    for steps in (trial.size.stage_1_steps, 4 * trial.size.stage_1_steps):
-        setting = {"kind": trial.kind, "steps": steps}
-        if rows.ways_due([name], "error", **setting, on="given"):
-            penalty = trial.fitted(name).penalty
-            compressor = Compressor(fitted, PROPOSED.m, penalty, trial.longest - 1, steps)
-            for on, prompts in (("fit", fitted), ("given", asked)):
-                error = [float(relative_error(compressor, prompts))]
-                rows.add_figures(name, setting | {"on": on}, len(prompts), error=error)
-
-
 def save_libraries(trial: Trial, tau: float, folder: Path) -> None:
     """Write what `projector.py ask` needs for the test split's stored prompts: our summary tokens
     and, as proposed, projected ones."""
@@ -446,11 +425,8 @@ def measure(
         measure_kind(rows, trial, tau, size.turns)
         if number == 0:
             save_libraries(trial, tau, args.out / "library")
-        if not args.quick:
-            if kind not in LEFT_OUT:
-                measure_other_numbers(rows, trial)
-            if kind in ("quiz", "story"):
-                measure_steps(rows, trial)
+        if not args.quick and kind not in LEFT_OUT:
+            measure_other_numbers(rows, trial)
     measure_lengths(rows, size.turns)
 
 

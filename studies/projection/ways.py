@@ -181,14 +181,12 @@ class Trial:
             for text, answer in family:
                 ids = self.tokenizer.encode(text, allowed_special="all")
                 if len(ids) > MIN_TOKENS:
-                    exact = vars(projector.prefill(self.model, ids))
-                    relative = kept[0] if kept and number % 5 else None
                     prompt = Prompt(
-                        **exact,
+                        **vars(projector.prefill(self.model, ids)),
                         family=f"{split}/{number}",
                         text=text,
                         answer=answer,
-                        relative=relative,
+                        relative=kept[0] if kept and number % 5 else None,
                     )
                     kept.append(prompt)
             if len(kept) > 1:
