@@ -1,6 +1,6 @@
 """The claims of CP-KVP. study.py says what their metrics mean."""
 
-from studies.judging import NOT_SHOWN, Answer, Figure, Source, claim, for_each, metrics, question
+from studies.judging import NOT_SHOWN, Answer, Source, claim, for_each, metrics, question
 from studies.results import Results
 from studies.showing import Layout, columns
 
@@ -22,13 +22,6 @@ EVERY = {"kind": ["capitals", "quiz", "long-quiz", "story", "notes"]}
 def model_of(setting: dict) -> str:
     """Return the model that a kind of prompts is asked of, if the setting names none."""
     return "smollm2" if setting["kind"] == "capitals" else "pocket"
-
-
-def as_written(results: Results, metric: str) -> list[Figure]:
-    """Return a figure of the proposal with the similar prompt given, by 8, 16 and 32 summary tokens
-    where they were measured."""
-    at = {"way": "written", "metric": metric, "on": "given"}
-    return [results.figure(**at, m=m) for m in (8, 16, 32) if results.find(**at, m=m)]
 
 
 LENGTHS = (32, 64, 128, 256, 512, 1000)
@@ -131,17 +124,24 @@ def latency(results: Results) -> Answer:
     "Why a linear map can work",
     "Linearity is enough for warm-start: We need only a good initial readout for the first step(s)",
     "A linear map is enough for the first token",
-    partly="the similar prompt is given; the threshold is the whole method's; stage 1's "
-    "penalty for story and notes is the least tried",
+    partly="the similar prompt is given; the threshold is the whole method's; the best of 8, 16 and 32 "
+    "summary tokens, on quiz, long-quiz and notes of 8; stage 1's penalty for story and notes is the "
+    "least tried",
 )
 def linearity(results: Results) -> Answer:
     def judge(there: Results) -> tuple:
-        best = max(as_written(there, "low"), key=lambda low: low.value)
+        given = there.at(on="given")
+        by_numbers = [
+            given.figure("written", "low", m=m)
+            for m in (8, 16, 32)
+            if given.find("written", "low", m=m)
+        ]
+        best = max(by_numbers, key=lambda low: low.value)
         alone = there.figure("stage1-written", "low", on="fit")
-        text = f"{best:±}, and by stage 1 alone, on prompts of its fit, {alone}"
+        text = f"{best:±}; by stage 1 alone, where it was fitted, {alone}"
         return (
             best.above(0.8),
-            f"On {there.place}, the share of KL ≤ 0.05 is {text}; the similar prompt is given",
+            f"With the similar prompt given, on {there.place} the share of KL ≤ 0.05 is {text}",
             text,
         )
 
@@ -185,10 +185,11 @@ def last_hidden_state(results: Results) -> Answer:
 )
 def learned_tokens(results: Results) -> Answer:
     def judge(there: Results) -> tuple:
-        learned = there.figure("learned", "kl", on="given")
-        best = min(as_written(there, "kl"), key=lambda kl: kl.value)
-        text = f"{best:±} nats, and by shared tokens {learned:±}"
-        return best.change(learned).below(0), f"On {there.place}, the KL is {text}", text
+        written, learned = (there.figure(way, "kl", on="given") for way in ("written", "learned"))
+        return (
+            written.change(learned).below(0),
+            f"On {there.place}, the KL is {written:±} nats, and by shared tokens {learned:±}",
+        )
 
     return for_each(results, "kind", judge)
 
@@ -202,10 +203,10 @@ def eighth_token(results: Results) -> Answer:
             there.change(way, "cold", "eighth_ms") for way in ("until-ready", "second-exact")
         )
         guesses = there.figure("until-ready", "from_summary")
-        text = f"{until_ready:±} with {guesses} guesses among the eight, {second_exact:±} with one"
+        text = f"{until_ready:±} with {guesses} guesses, {second_exact:±} with one"
         return (
             until_ready.below(0),
-            f"On {there.place}, the eighth token's time changes by {text}, as the second then waits",
+            f"On {there.place}, the eighth token's time changes by {text}, since the second then waits",
             text,
         )
 
