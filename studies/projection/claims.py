@@ -212,7 +212,7 @@ def eighth_token(results: Results) -> Answer:
 
 TABLE = Layout(
     "First tokens from tau on: how much sooner (retrieval included, mapped at storage), and the share "
-    "that is good (claim 1: KL ≤ 0.05 nats in either direction, or the answer's perplexity at most 5% up). "
+    "that is good (KL ≤ 0.05 nats in either direction, or the answer's perplexity at most 5% up). "
     "Another processor timed pocket *as written*, and ours on story with 32 and on notes with 4.",
     ["hit", "shared", "written", "own", "raw-8:1", "raw-.*", "hidden", "neighbour", "none"],
     columns("", {"sooner": "saved", "good": "good ±"}),
