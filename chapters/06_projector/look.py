@@ -16,7 +16,7 @@ from gpt_kv_cache import GPT
 from load_gpt2_weights import load_model, load_tokenizer
 from pocket import corpus
 from projector import Layout, Prefill, cache_of_summary, prefill, tail_queries
-from studies.projection.segments import measure_segments, summarize
+from studies.projection.segments import summarize
 from support.regression import ridge
 from support.statistics import kl
 from support.tables import table
@@ -52,7 +52,7 @@ def summaries(model: GPT, tokenizer: tiktoken.Encoding) -> None:
         ):
             stored, row = prefill_of(question), []
             for layout, bank in banks.items():
-                kv = summarize(measure_segments(stored, layout, bank))  # (L, 2, H, m, D)
+                kv = summarize(stored, layout, bank)  # (L, 2, H, m, D)
                 warm = cache_of_summary(model, kv, layout.tail_position(len(asked.ids)))
                 logits = model(torch.tensor([asked.ids[-1:]]), warm)[0, -1]
                 row.append(kl(asked.logits.double(), logits.double()))

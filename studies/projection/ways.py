@@ -7,10 +7,9 @@ one of them needs is fitted when it is first used, and kept.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
 from random import Random
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 import projector
-from gpt_kv_cache import GPT, KVCache, generate
+from gpt_kv_cache import GPT, KVCache
 from pocket import corpus
 from projector import (
     Compressor,
@@ -33,27 +32,24 @@ from projector import (
     cache_before_last,
     tail_queries,
 )
-from studies.projection.segments import SegmentMap, measure_segments, summarize
+from studies.projection.segments import summarize
 from support.encoders import PairEncoder
 from support.geometry import kv_heads
-from support.printing import end_tokens_of
 from support.regression import PENALTIES, cross_validate, ridge
 from support.statistics import kl
 from support.texts import Family, Splits
 
 PROPOSED = Layout(m=8, true_positions=False)  # the fewest of its 8 to 32 summary tokens
-TRUE_POSITIONS = replace(PROPOSED, true_positions=True)
 MIN_TOKENS = PROPOSED.m + PROPOSED.tail  # a prompt has more tokens than this
+WORDINGS = 4  # prompts of a family
 HEADER_QUESTIONS = 20  # questions before the one asked, in long prompts
-FOLLOWING_TOKENS = 32  # tokens of text after the prompt, for the change of perplexity
 # At most so many for training:
 STAGE_1_PROMPTS = 300
 VALIDATION_PROMPTS = 120  # of these, for the cross-validation of stage 1's penalty
 MAX_PAIRS = 500
 BANK_PROMPTS, BANK_QUERIES = 40, 160
-RAW_LAYOUTS = {"raw-1:1": Layout(1), "raw-8:1": Layout(8), "raw-32:1": Layout(32)}
-# The best on validation prompts of the four kinds.
-OUR_LAYOUTS = {"raw-1:16": Layout(1, 16), "raw-8:4": Layout(8, 4), "raw-32:64": Layout(32, 64)}
+# The last three are the best on validation prompts of the four kinds.
+RAW_LAYOUTS = [Layout(1), Layout(8), Layout(32), Layout(1, 16), Layout(8, 4), Layout(32, 64)]
 MAX_MAP_BYTES = 4_000_000_000  # bytes of stage 1's map
 LEARNING_RATE, BATCH_SIZE = 0.05, 64  # with which Adam learns summary tokens for all prompts
 
@@ -81,34 +77,27 @@ class Size(NamedTuple):
 FULL, QUICK = Size(), Size(10, 1, 20, 20, (1e-2,), (1e-2,))
 
 
-def pocket_families(
-    kind: str, seed: int, max_families: int | None = None, wordings: int = 4
-) -> Splits:
+def pocket_families(kind: str, seed: int, max_families: int | None) -> Splits:
     """Return families of the pocket world by split, or the first max_families of each split; a
-    family has at most `wordings` prompts."""
-    generator, families = Random(seed), {}
+    family has at most WORDINGS prompts."""
+    generator = Random(seed)
+    families: Splits = {}
     for split in corpus.SPLITS:
-        chosen = [
-            generator.sample(family, min(len(family), wordings))
-            for family in POCKET_KINDS[kind](split)
-        ]
-        families[split] = [
-            [(question.prompt, question.answer) for question in family]
-            for family in chosen[:max_families]
-        ]
+        families[split] = []
+        for family in POCKET_KINDS[kind](split)[:max_families]:
+            chosen = generator.sample(family, min(len(family), WORDINGS))
+            families[split].append([(question.prompt, question.answer) for question in chosen])
     return families
 
 
 @dataclass(eq=False)
 class Prompt(Prefill):
-    """A prompt of a family of paraphrases with its exact pass, the true answer (or ""), the text that
-    follows (the answer or, if there is none, the model's own), and the first prompt of its family, if
-    that is stored when this one is asked."""
+    """A prompt of a family of paraphrases with its exact pass, the true answer (or ""), and the first
+    prompt of its family, if that is stored when this one is asked."""
 
     family: str
     text: str
     answer: str
-    follows: list[int]
     relative: Prompt | None
 
 
@@ -120,15 +109,12 @@ Found = dict[tuple[Prompt, Prompt], float]  # how similar a prompt is to the sto
 Starts = Callable[[Prompts], Sequence[Tensor]]
 
 
-@dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
     """How to get a first token. layout: of summary tokens, None if logits are stored; fit: fits the way
-    of this name on a trial's training prompts; stage_1: the way whose summary tokens stage 2 maps;
-    most: the most tokens of a prompt."""
+    with a layout on a trial's training prompts; most: the most tokens of a prompt."""
 
     layout: Layout | None
-    fit: Callable[..., Starts]
-    stage_1: str = ""
+    fit: Callable[[Trial, Layout | None], Starts]
     most: float = math.inf
 
     def covers(self, *prompts: Prompt) -> bool:
@@ -153,11 +139,9 @@ class Trial:
     tokenizer: tiktoken.Encoding
     kind: str
     families: Splits
-    seed: int = 0
-    size: Size = FULL
-    match_names: bool = False
-    proposal: Trial | None = None  # in a copy with another number of summary tokens: the original
-    penalties: dict[str, float] = field(default_factory=dict)  # of fitted maps, by way
+    seed: int
+    size: Size
+    match_names: bool
 
     def __post_init__(self) -> None:
         self.prompts = {
@@ -197,16 +181,12 @@ class Trial:
             for text, answer in family:
                 ids = self.tokenizer.encode(text, allowed_special="all")
                 if len(ids) > MIN_TOKENS:
-                    exact = vars(projector.prefill(self.model, ids))
-                    follows = self.text_after(ids, answer)
-                    relative = kept[0] if kept and number % 5 else None
                     prompt = Prompt(
-                        **exact,
+                        **vars(projector.prefill(self.model, ids)),
                         family=f"{split}/{number}",
                         text=text,
                         answer=answer,
-                        follows=follows,
-                        relative=relative,
+                        relative=kept[0] if kept and number % 5 else None,
                     )
                     kept.append(prompt)
             if len(kept) > 1:
@@ -217,18 +197,6 @@ class Trial:
                 f"to {split}: 3 are needed"
             )
         return kept_families
-
-    def text_after(self, ids: list[int], answer: str) -> list[int]:
-        """Return the tokens of the text that follows a prompt."""
-        if answer:
-            return self.tokenizer.encode(f" {answer}\n", allowed_special="all")[:FOLLOWING_TOKENS]
-        stop_ids = end_tokens_of(self.tokenizer)
-        tokens = generate(self.model, self.batch_of(ids), FOLLOWING_TOKENS, stop_ids=stop_ids)
-        return [*map(int, tokens)]
-
-    def batch_of(self, ids: list[int]) -> Tensor:
-        """Return tokens as the model takes them, (1, T)."""
-        return torch.tensor([ids], device=self.model.wte.weight.device)
 
     # --- Prompts that are asked, and prompts that are stored --------------------------------------
 
@@ -245,19 +213,23 @@ class Trial:
         """Return the prompts stored when a split is asked: one of each training family and, with
         relatives, one of each of the split's own families that has any stored."""
         stored = [family[0] for family in self.prompts["train"]]
-        if relatives:
-            own = dict.fromkeys(relative for _, relative in self.related_pairs(split))
-            stored = [*own, *stored]
-        return stored
+        own = [family[0] for family in self.prompts[split] if family[1].relative]
+        return own + stored if relatives else stored
 
-    def library(self, name: str, stored: list[Prompt], **options: Any) -> Library:
+    def library(self, name: str, stored: list[Prompt]) -> Library:
         """Return the library of stored prompts, with a way's summary tokens, if it has any."""
         way = self.ways[name]
         stored = [prompt for prompt in stored if way.covers(prompt)]
         summaries = torch.stack([*self.fitted(name)(stored)])
-        texts, layout = [prompt.text for prompt in stored], way.layout or PROPOSED
-        options = {"match_names": self.match_names, "shared_chars": self.shared_chars} | options
-        return Library(self.model, layout, self.encoder, texts, summaries, **options)
+        return Library(
+            self.model,
+            way.layout or PROPOSED,
+            self.encoder,
+            [prompt.text for prompt in stored],
+            summaries,
+            match_names=self.match_names,
+            shared_chars=self.shared_chars,
+        )
 
     def retrieve(self, split: str, relatives: bool = True) -> Found:
         """Look up every prompt of a split in its library, or in one without any prompt's
@@ -274,14 +246,10 @@ class Trial:
     # --- The ways ---------------------------------------------------------------------------------
 
     def all_ways(self) -> dict[str, Way]:
-        """Return all ways by name: the proposal with its stage 1 as written and with the smaller
-        one, steps away from it, its baselines, its parts alone, and our own."""
+        """Return all ways by name: the proposal, its stage 1 alone, its stage 2 alone, its baselines,
+        and our own."""
         ways = {
-            "stage1-segments": Way(PROPOSED, fit_segment_map),
-            "stage1-true": Way(TRUE_POSITIONS, fit_segment_map),
-            "proposed": Way(PROPOSED, fit_both_stages, "stage1-segments"),
-            "proposed-true": Way(TRUE_POSITIONS, fit_both_stages, "stage1-true"),
-            "own": Way(TRUE_POSITIONS, fit_both_stages, "raw-8:1"),
+            "own": Way(Layout(PROPOSED.m), fit_stage_2_alone),
             "learned": Way(PROPOSED, fit_shared_by_all),
             "hidden": Way(None, fit_hidden_map),
             "neighbour": Way(None, partial(without_fit, lambda prompt: prompt.logits)),
@@ -293,53 +261,25 @@ class Trial:
         # Of stage 1 as written, for each layer:
         numbers = kv_heads(config) * (2 * config.head_dim) ** 2 * (most - 1) * PROPOSED.m
         if 4 * config.n_layer * numbers <= MAX_MAP_BYTES:
-            ways["stage1-written"] = Way(PROPOSED, fit_compressor, most=most)
-            ways["written"] = Way(PROPOSED, fit_both_stages, "stage1-written", most=most)
-        for name, layout in (RAW_LAYOUTS | OUR_LAYOUTS).items():
+            ways["written"] = Way(PROPOSED, fit_as_written, most)
+            stage_1 = Way(PROPOSED, lambda trial, _: trial.fitted("written").stage_1, most)
+            ways["stage1-written"] = stage_1
+        for layout in RAW_LAYOUTS:
             if layout.m + layout.tail <= self.shortest:
-                ways[name] = Way(layout, fit_own)
+                ways[f"raw-{layout.m}:{layout.tail}"] = Way(layout, fit_own)
         return ways
 
     def fitted(self, name: str) -> Starts:
         """Return what a way stores of prompts. It is fitted at its first use."""
         if name not in self.fits:
             way = self.ways[name]
-            self.fits[name] = way.fit(self, name, way.layout)
+            self.fits[name] = way.fit(self, way.layout)
         return self.fits[name]
 
-    def with_summary_tokens(self, m: int) -> Trial:
-        """Return this trial with m summary tokens in the ways that have the proposal's layout. The
-        penalties stay those for the proposal's number."""
-        other = copy.copy(self)
-        other.proposal, other.fits = self, {}
-        other.ways = {
-            name: replace(way, layout=replace(PROPOSED, m=m))
-            for name, way in self.ways.items()
-            if way.layout == PROPOSED
-        }
-        return other
 
-    def best_fit(
-        self,
-        name: str,
-        items: Sequence,
-        families: Sequence[str],
-        fit: Callable,
-        error: Callable,
-        penalties: Sequence[float],
-    ) -> Any:
-        """Return what fit(items, penalty=...) returns, with the penalty that has the least mean
-        error(fitted, items) on held-out families. families: of the first items, or of all."""
-
-        def error_on_others(train: Tensor, test: Tensor, penalty: float) -> float:
-            fitted = fit([items[i] for i in train], penalty=penalty)
-            return float(error(fitted, [items[i] for i in test])) * len(test)
-
-        if self.proposal:
-            self.proposal.fitted(name)  # which chooses the penalty
-        else:
-            self.penalties[name] = cross_validate(error_on_others, families, penalties)
-        return fit(items, penalty=self.penalties[name])
+def batch_of(model: GPT, ids: list[int]) -> Tensor:
+    """Return tokens as a model takes them, (1, T)."""
+    return torch.tensor([ids], device=model.wte.weight.device)
 
 
 def families_of(prompts: Prompts) -> list[str]:
@@ -355,44 +295,34 @@ def without_fit(stored: Callable[[Prompt], Tensor], *_: Any) -> Starts:
 # --- What is fitted -------------------------------------------------------------------------------
 
 
-def readings(stage_1: Starts, prompts: Prompts) -> tuple[Tensor, Tensor]:
-    """Return what the last queries of N prompts read from their summary tokens, and from their exact
-    caches, (N, L, H, R, D) each. Stage 1 minimises the squared difference."""
-    from_summary, exact = [], []
-    for prompt, summary in zip(prompts, stage_1(prompts), strict=True):
-        q = tail_queries(prompt)  # (L, H, R, D)
-        from_summary.append(attention_output(q, *summary.unbind(1)))
-        exact.append(attention_output(q, *cache_before_last(prompt).unbind(1)))
-    return torch.stack(from_summary), torch.stack(exact)
+def best_fit(
+    fit: Callable[..., Any],
+    error: Callable[[Any, Sequence], Tensor],
+    items: Sequence,
+    families: Sequence[str],
+    penalties: Sequence[float],
+) -> Any:
+    """Return what fit(items, penalty=...) returns, with the penalty that has the least mean
+    error(fitted, items) on held-out families. families: of the first items, or of all."""
 
+    def error_on_others(train: Tensor, test: Tensor, penalty: float) -> float:
+        fitted = fit([items[i] for i in train], penalty=penalty)
+        return float(error(fitted, [items[i] for i in test])) * len(test)
 
-def mean_error(stage_1: Starts, prompts: Prompts) -> Tensor:
-    """Return the mean squared error of readings."""
-    from_summary, exact = readings(stage_1, prompts)
-    return (from_summary - exact).square().mean()
+    return fit(items, penalty=cross_validate(error_on_others, families, penalties))
 
 
 def relative_error(stage_1: Starts, prompts: Prompts) -> Tensor:
-    """Return the squared error of readings as a share of the exact ones' square, summed over layers and
-    heads."""
-    from_summary, exact = readings(stage_1, prompts)
-    error = (from_summary - exact).square().mean((0, -2, -1))  # (L, H)
-    return (error / exact.square().mean((0, -2, -1))).sum()
-
-
-def fit_compressor(trial: Trial, name: str, layout: Layout) -> Compressor:
-    """Fit stage 1 as written. It can take gigabytes."""
-    prompts, size = trial.stage_1_prompts, trial.size
-    fit = partial(Compressor, m=layout.m, T=trial.longest - 1, steps=size.stage_1_steps)
-    families = families_of(prompts[:VALIDATION_PROMPTS])
-    return trial.best_fit(name, prompts, families, fit, relative_error, size.loss_penalties)
-
-
-def fit_segment_map(trial: Trial, name: str, layout: Layout) -> SegmentMap:
-    """Fit the smaller stage 1, one map from the means of segments."""
-    prompts, fit = trial.stage_1_prompts, partial(SegmentMap, layout=layout)
-    families, penalties = families_of(prompts), trial.size.penalties
-    return trial.best_fit(name, prompts, families, fit, mean_error, penalties)
+    """Return the squared error of what prompts' last queries read from their summary tokens, as a share
+    of the square of what they read from the exact caches, summed over layers and heads."""
+    errors, squares = [], []
+    for prompt, summary in zip(prompts, stage_1(prompts), strict=True):
+        q = tail_queries(prompt)  # (L, H, R, D)
+        exact = attention_output(q, *cache_before_last(prompt).unbind(1))
+        errors.append((attention_output(q, *summary.unbind(1)) - exact).square())
+        squares.append(exact.square())
+    error, square = (torch.stack(x).mean((0, -2, -1)) for x in (errors, squares))  # (L, H)
+    return (error / square).sum()
 
 
 class BothStages(NamedTuple):
@@ -406,14 +336,9 @@ class BothStages(NamedTuple):
         return self.stage_2(self.stage_1(prompts))
 
 
-def fit_both_stages(trial: Trial, name: str, layout: Layout) -> BothStages:
-    """Fit stage 2, the map between similar prompts, after the stage 1 of a way."""
-    stage_1 = trial.fitted(trial.ways[name].stage_1)
-    summaries = stage_1(trial.train)  # (N, L, 2, H, m, D)
-    number_of = {prompt: i for i, prompt in enumerate(trial.train)}
-    sources, targets = (
-        summaries[[number_of[prompt] for prompt in side]] for side in zip(*trial.pairs, strict=True)
-    )
+def fit_stage_2(trial: Trial, stage_1: Starts, penalties: Sequence[float]) -> BothStages:
+    """Fit stage 2, the map between similar prompts, after a stage 1."""
+    sources, targets = map(stage_1, zip(*trial.pairs, strict=True))  # (N, L, 2, H, m, D)
 
     def fit(pairs: list[int], penalty: float) -> Projector:
         return Projector(sources[pairs], targets[pairs], penalty)
@@ -422,25 +347,38 @@ def fit_both_stages(trial: Trial, name: str, layout: Layout) -> BothStages:
         return (stage_2(sources[pairs]) - targets[pairs]).square().mean()
 
     families = [source.family for source, _ in trial.pairs]
-    pairs, penalties = [*range(len(families))], trial.size.penalties
-    return BothStages(stage_1, trial.best_fit(name, pairs, families, fit, error, penalties))
+    return BothStages(stage_1, best_fit(fit, error, range(len(families)), families, penalties))
 
 
-def fit_own(trial: Trial, name: str, layout: Layout) -> Starts:
+def fit_as_written(trial: Trial, layout: Layout) -> BothStages:
+    """Fit both stages as written. Stage 1 can take gigabytes. The penalties for other numbers of
+    summary tokens are those for the proposal's."""
+    prompts, size = trial.stage_1_prompts, trial.size
+    penalties = size.loss_penalties, size.penalties
+    if layout != PROPOSED:
+        penalties = [[stage.penalty] for stage in trial.fitted("written")]
+    fit = partial(Compressor, m=layout.m, T=trial.longest - 1, steps=size.stage_1_steps)
+    families = families_of(prompts[:VALIDATION_PROMPTS])
+    stage_1 = best_fit(fit, relative_error, prompts, families, penalties[0])
+    return fit_stage_2(trial, stage_1, penalties[1])
+
+
+def fit_own(trial: Trial, layout: Layout) -> Starts:
     """Make summary tokens that are fitted on each prompt alone, with a bank of training prompts'
     queries (L, H, N, D)."""
-    prompts = [prompt for prompt in trial.bank_prompts if len(prompt.ids) >= layout.tail]
-    prompts = prompts[: max(4, BANK_QUERIES // layout.tail)]
+    prompts = trial.bank_prompts[: max(4, BANK_QUERIES // layout.tail)]
     bank = torch.cat([tail_queries(prompt, layout.tail) for prompt in prompts], 2)
+    return lambda prompts: torch.stack([summarize(x, layout, bank) for x in prompts])
 
-    def own(prompts: Prompts) -> Tensor:
-        return torch.stack([summarize(measure_segments(x, layout, bank)) for x in prompts])
 
-    return own
+def fit_stage_2_alone(trial: Trial, layout: Layout) -> BothStages:
+    """Fit stage 2 on summary tokens that are fitted on each prompt alone: no stage 1 has better
+    ones."""
+    return fit_stage_2(trial, fit_own(trial, layout), trial.size.penalties)
 
 
 @torch.enable_grad()
-def fit_shared_by_all(trial: Trial, name: str, layout: Layout) -> Starts:
+def fit_shared_by_all(trial: Trial, layout: Layout) -> Starts:
     """Fit the source's baseline, summary tokens (L, 2, H, m, D) that are the same for every prompt.
     They begin as the mean of prompts' own, and are trained through the model to minimise
     KL(cold || warm) of training prompts' first token, read at position m as proposed."""
@@ -448,8 +386,7 @@ def fit_shared_by_all(trial: Trial, name: str, layout: Layout) -> Starts:
     device = model.wte.weight.device
     last_ids = torch.tensor([prompt.ids[-1:] for prompt in prompts], device=device)
     cold_logits = torch.stack([prompt.logits for prompt in prompts]).to(device)
-    own = fit_own(trial, name, replace(layout, true_positions=True))
-    summary = own(prompts).mean(0).to(device).requires_grad_()
+    summary = fit_own(trial, layout)(prompts).mean(0).to(device).requires_grad_()
     optimizer = torch.optim.Adam([summary], lr=LEARNING_RATE)
     steps = trial.size.adam_steps
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -458,25 +395,26 @@ def fit_shared_by_all(trial: Trial, name: str, layout: Layout) -> Starts:
         batch = torch.randperm(len(last_ids), generator=generator)[:BATCH_SIZE]
         cache = projector.cache_of_summary(model, summary, layout.m)
         layers = [layer.expand(-1, len(batch), -1, -1, -1) for layer in cache.layers]
-        logits = model(last_ids[batch], KVCache(layers, cache.pos), last_only=True)[:, 0]
+        logits = model(last_ids[batch], KVCache(layers, cache.pos))[:, 0]
         (summary.grad,) = torch.autograd.grad(kl(cold_logits[batch], logits).mean(), [summary])
         optimizer.step()
         schedule.step()
     return lambda prompts: [summary.detach()] * len(prompts)
 
 
-def fit_hidden_map(trial: Trial, name: str, layout: Layout) -> Starts:
+def fit_hidden_map(trial: Trial, layout: None) -> Starts:
     """Fit a ridge regression from a source's last hidden state to its target's, from which the logits
     follow."""
-    source, target = (
-        torch.stack([prompt.hidden for prompt in side]).double()
-        for side in zip(*trial.pairs, strict=True)
-    )
-    weight = ridge(source - source.mean(0), target - target.mean(0), 0.1)
+
+    def hidden_states(prompts: Prompts) -> Tensor:
+        return torch.stack([prompt.hidden for prompt in prompts]).double()  # (N, C)
+
+    source, target = map(hidden_states, zip(*trial.pairs, strict=True))
+    mean, target_mean = source.mean(0), target.mean(0)
+    weight = ridge(source - mean, target - target_mean, 0.1)
 
     def logits(prompts: Prompts) -> Tensor:
-        hidden = torch.stack([prompt.hidden for prompt in prompts]).double()
-        mapped = (hidden - source.mean(0)) @ weight + target.mean(0)
+        mapped = (hidden_states(prompts) - mean) @ weight + target_mean
         return trial.model.head(mapped.to(trial.model.wte.weight)[None])[0]
 
     return logits
