@@ -11,9 +11,9 @@ SOURCE = Source(
 )
 COMMANDS = ("projection", "projection --model smollm2")
 METRICS = (
-    metrics("mean", kl=".2f", low=".0%", good=".0%", lost=".0%", saved=".0%")
+    metrics("mean", kl=".2f", reverse=".2f", low=".0%", good=".0%", lost=".0%", saved=".0%")
     | metrics("median", eighth_ms=".0f")
-    | metrics("exact", from_summary=".1f")
+    | metrics("exact", from_summary=".1f", error=".2g")
 )
 USUAL = {"kind": "capitals", "on": "found", "m": 8}
 EVERY = {"kind": ["capitals", "quiz", "long-quiz", "story", "notes"]}
@@ -62,7 +62,7 @@ NAMES = {
     "direction of KL would do",
 )
 def first_token(results: Results) -> Answer:
-    def judge(there: Results) -> tuple:
+    def judge(there: Results) -> Answer:
         written, own, neighbour = (
             there.figure(way, "good") for way in ("written", "own", "neighbour")
         )
@@ -84,7 +84,7 @@ def first_token(results: Results) -> Answer:
     partly="as above; all tokens but the first are the exact cache's",
 )
 def answers(results: Results) -> Answer:
-    def judge(there: Results) -> tuple:
+    def judge(there: Results) -> Answer:
         written = there.figure("written", "lost")
         return (
             written.below(0.01),
@@ -129,7 +129,7 @@ def latency(results: Results) -> Answer:
     "least tried",
 )
 def linearity(results: Results) -> Answer:
-    def judge(there: Results) -> tuple:
+    def judge(there: Results) -> Answer:
         given = there.at(on="given")
         numbers = [m for m in (8, 16, 32) if m == 8 or given.find("written", "low", m=m)]
         shares = [given.figure("written", "low", m=m) for m in numbers]
@@ -149,7 +149,7 @@ def linearity(results: Results) -> Answer:
     "Is the first token still right if only the positions are changed as proposed?",
 )
 def position_rule(results: Results) -> Answer:
-    def judge(there: Results) -> tuple:
+    def judge(there: Results) -> Answer:
         low = there.figure("rule", "low", on="given")
         return (
             low.above(0.8),
@@ -167,7 +167,7 @@ def position_rule(results: Results) -> Answer:
     "Is the first token better than one from the similar prompt's last hidden state?",
 )
 def last_hidden_state(results: Results) -> Answer:
-    def judge(there: Results) -> tuple:
+    def judge(there: Results) -> Answer:
         written, hidden = there.figure("written", "kl"), there.figure("hidden", "kl")
         return (
             written.change(hidden).below(0),
@@ -181,12 +181,15 @@ def last_hidden_state(results: Results) -> Answer:
     "Is the first token better than one from summary tokens that all prompts share?",
 )
 def learned_tokens(results: Results) -> Answer:
-    def judge(there: Results) -> tuple:
-        written, learned = (there.figure(way, "kl", on="given") for way in ("written", "learned"))
-        return (
-            written.change(learned).below(0),
-            f"On {there.place}, the KL is {written:±} nats, and by shared tokens {learned:±}",
-        )
+    def judge(there: Results) -> Answer:
+        answers, texts = [], []
+        for m in (8, 16):
+            if there.find("written", "kl", on="given", m=m):
+                pair = (there.figure(way, "kl", on="given", m=m) for way in ("written", "learned"))
+                written, learned = pair
+                answers.append(written.change(learned).below(0))
+                texts.append(f"{written:±} nats, and by {m} shared tokens {learned:±}")
+        return max(answers), f"On {there.place}, the KL is {', '.join(texts)}"
 
     return for_each(results, "kind", judge)
 
@@ -195,7 +198,7 @@ def learned_tokens(results: Results) -> Answer:
     "Do eight tokens come sooner, if the projected cache writes them until the exact one is ready?",
 )
 def eighth_token(results: Results) -> Answer:
-    def judge(there: Results) -> tuple:
+    def judge(there: Results) -> Answer:
         until_ready, second_exact = (
             there.change(way, "cold", "eighth_ms") for way in ("until-ready", "second-exact")
         )

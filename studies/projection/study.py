@@ -15,14 +15,16 @@ all held-out prompts with a stored relative, from which they start; fit: prompts
 on; lowest, highest: the third of all asked prompts with the lowest and highest similarity; top50:
 the more similar half; another: those for which retrieval finds a prompt that isn't their relative.
 
-kl                          KL(cold || warm) of the first token in nats
-low, good                   share of prompts with kl <= 0.05; share with that, or KL(warm || cold),
-                            which the source asks for, <= 0.05, or the answer's perplexity at most
-                            5% higher
+kl, reverse                 KL(cold || warm) of the first token in nats; KL(warm || cold), which the
+                            source asks for
+low, good                   share of prompts with kl <= 0.05; share with that, or reverse <= 0.05, or
+                            the answer's perplexity at most 5% higher
 lost                        by how much the answer's exact match, or ROUGE-L, is lower
 saved                       share of the time to the first token that is saved, retrieval included
 eighth_ms                   time to the eighth token in milliseconds
 from_summary                how many of these eight tokens are written from summary tokens
+error                       what stage 1 minimises: the squared error of what the last query reads, as a
+                            share, summed over layers and heads; after `steps` of L-BFGS
 """
 
 import argparse
@@ -46,6 +48,8 @@ from formats.tokenizers import END_OF_TEXT
 from gpt_kv_cache import GPT, GPTConfig, KVCache, generate
 from load_gpt2_weights import NAMES, load_model, load_tokenizer
 from projector import (
+    STEPS,
+    Compressor,
     Layout,
     Projector,
     cache_of_summary,
@@ -67,6 +71,7 @@ from studies.projection.ways import (
     POCKET_KINDS,
     PROPOSED,
     QUICK,
+    VALIDATION_PROMPTS,
     Pairs,
     Prompt,
     Prompts,
@@ -75,6 +80,7 @@ from studies.projection.ways import (
     batch_of,
     families_of,
     pocket_families,
+    relative_error,
 )
 from studies.results import Results
 from support.printing import end_tokens_of
@@ -94,8 +100,10 @@ WAYS = ("written", "own", "raw-8:1", "hidden", "neighbour", "none")
 WAYS += ("raw-1:16", "raw-8:4", "raw-32:64")
 GIVEN_WAYS = ("written", "learned", "raw-1:1", "raw-8:1", "raw-32:1")
 FIT_PROMPTS, TIMED_PROMPTS = 75, 16
-OTHER_NUMBERS = (4, 16, 32)  # of summary tokens than the proposal's 8
-LEFT_OUT = ("quiz", "long-quiz", "notes")  # kinds, since each number takes a quarter of an hour
+# Ways by other numbers of summary tokens than the proposal's 8. As written, each takes a quarter of an
+# hour, so some kinds are left out.
+OTHER_NUMBERS = {4: ["written"], 16: ["learned", "written"], 32: ["written"]}
+LEFT_OUT = ("quiz", "long-quiz", "notes")
 # all-MiniLM-L6-v2's geometry.
 MINILM_CONFIG = GPTConfig(vocab_size=1, n_ctx=256, n_layer=6, n_head=12, n_embd=384)
 LIBRARY_SIZE = 1000  # stored prompts, for the time of retrieval
@@ -187,7 +195,8 @@ def first_token_metrics(
     metrics = {"kl": nats, "low": nats <= GOOD_LIMIT}
     if not worth:
         return metrics
-    metrics["good"] = min(nats, float(kl(logits, exact))) <= GOOD_LIMIT
+    metrics["reverse"] = float(kl(logits, exact))
+    metrics["good"] = min(nats, metrics["reverse"]) <= GOOD_LIMIT
     if prompt.answer:
         if layout:
             rise = answer_loss(trial, prompt, warm_cache, layout.tail)
@@ -382,9 +391,26 @@ def measure_kind(rows: Results, trial: Trial, tau: float, turns: int) -> None:
 
 def measure_other_numbers(rows: Results, trial: Trial) -> None:
     """Append the figures of other numbers of summary tokens than the proposal's."""
-    for m in OTHER_NUMBERS:
+    for m, names in OTHER_NUMBERS.items():
+        if trial.kind in LEFT_OUT:
+            names = [name for name in names if name != "written"]
         if m < trial.shortest:
-            measure_ways(rows, trial, ["written"], trial.related_pairs("test"), on="given", m=m)
+            measure_ways(rows, trial, names, trial.related_pairs("test"), on="given", m=m)
+
+
+def measure_steps(rows: Results, trial: Trial) -> None:
+    """Append the error of stage 1 as written on prompts of its fit and on others, after its steps of
+    L-BFGS and after four times as many."""
+    name, fitted = "stage1-written", trial.stage_1_prompts[:VALIDATION_PROMPTS]
+    asked = [x for x, _ in trial.related_pairs("test") if trial.ways["written"].covers(x)]
+    for steps in (STEPS, 4 * STEPS):
+        setting = {"kind": trial.kind, "steps": steps}
+        if rows.ways_due([name], "error", **setting, on="given"):
+            penalty = trial.fitted(name).penalty
+            stage_1 = Compressor(fitted, PROPOSED.m, penalty, trial.longest - 1, steps)
+            for on, prompts in (("fit", fitted), ("given", asked)):
+                error = float(relative_error(stage_1, prompts))
+                rows.add_values(name, setting | {"on": on}, error=[error])
 
 
 def save_libraries(trial: Trial, tau: float, folder: Path) -> None:
@@ -425,8 +451,10 @@ def measure(
         measure_kind(rows, trial, tau, size.turns)
         if number == 0:
             save_libraries(trial, tau, args.out / "library")
-        if not args.quick and kind not in LEFT_OUT:
+        if not args.quick:
             measure_other_numbers(rows, trial)
+            if kind in ("quiz", "story"):
+                measure_steps(rows, trial)
     measure_lengths(rows, size.turns)
 
 
