@@ -37,7 +37,8 @@ REWORDED = {  # recorded conditions, and how a page words them
     "Intel(R) Xeon(R) Processor": "Intel Xeon",
     "read by 1 at once": "read one token at a time",
     "smollm2": "SmolLM2",
-    " of paraphrases; a stored prompt has to share the new one's names": " of paraphrases",
+    "; a stored prompt has to share the new one's names": "",
+    "; held-out families of paraphrases": "",
     "; 1 thread;": ";",
     ", 2 cores": "",
 }

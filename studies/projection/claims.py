@@ -71,6 +71,7 @@ def first_token(results: Results) -> Answer:
             f"On {there.place}, {written:±} of the prompts have a KL of at most 0.05; with summary tokens "
             f"fitted prompt by prompt in place of stage 1's, {own}; by the similar prompt's prediction, "
             f"{neighbour}",
+            f"{written:±}",
         )
 
     return for_each(results, "kind", judge)
@@ -135,11 +136,11 @@ def linearity(results: Results) -> Answer:
         shares = [given.figure("written", "low", m=m) for m in numbers]
         best = max(shares, key=lambda share: share.value)
         alone = there.figure("stage1-written", "low", on="fit")
-        text = f"{best:±}; by stage 1 alone, where it was fitted, {alone}"
         return (
             best.above(0.8),
-            f"With the similar prompt given, on {there.place} the share of KL ≤ 0.05 is {text}",
-            text,
+            f"With the similar prompt given, on {there.place} the share of KL ≤ 0.05 is {best:±}; by stage 1 "
+            f"alone, where it was fitted, {alone}",
+            f"{best:±}, alone {alone}",
         )
 
     return for_each(results, "kind", judge)
@@ -218,7 +219,7 @@ TABLE = Layout(
     "that is good (KL ≤ 0.05 nats in either direction, or the answer's perplexity at most 5% up). "
     "Another processor timed pocket *as written*, and ours on story with 32 and on notes with 4.",
     ["hit", "shared", "written", "own", "raw-8:1", "raw-.*", "hidden", "neighbour", "none"],
-    columns("", {"sooner": "saved", "good": "good ±"}),
+    columns("", {"sooner": "saved", "good": "good"}),
     every="kind",
 )
 FIGURES = {
