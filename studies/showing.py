@@ -150,17 +150,17 @@ def curves_of(results: Results, definition: dict[str, Any]) -> Curves:
 
     The metric `y` is drawn over a part of the setting if the figure has `over`. If it has `x`, it is
     drawn over that metric, one curve joins the ways of one kind (periodic:64, periodic:16), and its
-    points are named. Otherwise the metric is a series, drawn over its index. `legend` may change a
-    label; `at` is a part of the setting that labels don't mention, such as the model.
+    points are named. Otherwise the metric is a series, drawn over its index. `at` is a part of the
+    setting that labels don't mention, such as the model.
     """
     curves: Curves = {}
-    place, legend = results.here(definition.get("at", {})), definition.get("legend", {})
+    place = results.here(definition.get("at", {}))
     for way, setting in matching_ways(results, definition.get("ways", results.claims.TABLE.ways)):
         kind = name_of(results, re.split("[:~]", way)[0], setting)
         label = kind if "x" in definition else name_of(results, way, setting)
         points = points_of(results, way, definition, place | setting)
         if points:
-            curves.setdefault((legend.get(label, label), kind), []).extend(points)
+            curves.setdefault((label, kind), []).extend(points)
     return {key: sorted(points, key=lambda point: point.x) for key, points in curves.items()}
 
 

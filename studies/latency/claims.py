@@ -48,6 +48,5 @@ FIGURES = {
         "xlabel": "% of the prompt stored",
         "ylabel": "share saved",
         "ways": [lines("warm-disk", m=m) for m in LENGTHS],
-        "legend": {f"from the page cache, m {m}": f"prompts of {m:,} tokens" for m in LENGTHS},
     },
 }
