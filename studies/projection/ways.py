@@ -354,13 +354,13 @@ def fit_as_written(trial: Trial, layout: Layout) -> BothStages:
     """Fit both stages as written. Stage 1 can take gigabytes. The penalties for other numbers of
     summary tokens are those for the proposal's."""
     prompts, size = trial.stage_1_prompts, trial.size
-    penalties = size.loss_penalties, size.penalties
+    of_stage_1, of_stage_2 = size.loss_penalties, size.penalties
     if layout != PROPOSED:
-        penalties = [[stage.penalty] for stage in trial.fitted("written")]
+        of_stage_1, of_stage_2 = ([stage.penalty] for stage in trial.fitted("written"))
     fit = partial(Compressor, m=layout.m, T=trial.longest - 1, steps=size.stage_1_steps)
     families = families_of(prompts[:VALIDATION_PROMPTS])
-    stage_1 = best_fit(fit, relative_error, prompts, families, penalties[0])
-    return fit_stage_2(trial, stage_1, penalties[1])
+    stage_1 = best_fit(fit, relative_error, prompts, families, of_stage_1)
+    return fit_stage_2(trial, stage_1, of_stage_2)
 
 
 def fit_own(trial: Trial, layout: Layout) -> Starts:
@@ -372,8 +372,7 @@ def fit_own(trial: Trial, layout: Layout) -> Starts:
 
 
 def fit_stage_2_alone(trial: Trial, layout: Layout) -> BothStages:
-    """Fit stage 2 on summary tokens that are fitted on each prompt alone: no stage 1 has better
-    ones."""
+    """Fit stage 2 on summary tokens that are fitted on each prompt alone, in place of stage 1's."""
     return fit_stage_2(trial, fit_own(trial, layout), trial.size.penalties)
 
 
