@@ -48,7 +48,8 @@ def rows(tmp_path: Path) -> Results:
 
 def texts_of(rows: Results, teacher: GPT, student: GPT, ids: Tensor, n: int) -> Texts:
     models = {"teacher": teacher, "student": student}
-    return Texts(rows, models, {"valid": ids, "test": ids}, n, {"trained": "here"})
+    setting, tokenizer = {"trained": "here"}, load_tokenizer("pocket")
+    return Texts(rows, models, {"valid": ids, "test": ids}, n, setting, tokenizer=tokenizer)
 
 
 def test_firings_are_those_of_a_gate() -> None:
