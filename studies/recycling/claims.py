@@ -156,7 +156,7 @@ def near_identical(results: Results) -> Answer:
 
 
 TABLE = Layout(
-    "Milliseconds, means over prompts; answers that are the cold run's, and similarity to"
+    "Milliseconds, means over six prompts; how many answers are the cold run's, and similarity to"
     " those. SmolLM2 ends its answers itself, by the published call after a few tokens, "
     "so that the times of that call can't be compared. 355M: random weights of the "
     "source's size, in its order, once. Lines without a model: pocket.",

@@ -47,7 +47,7 @@ def copied_drafts(results: Results) -> Answer:
 SHOWN = {"passes": "passes", "time": "taken ±", "drafts kept": "kept"}
 REAL = {"model": "smollm2", "mode": "greedy"}
 TABLE = Layout(
-    "The teacher's passes in 1,000 tokens, the time over that of the teacher alone, and its "
+    "The teacher's passes in 1,000 tokens, without that of the prompt, the time over that of the teacher alone, and its "
     "perplexity of the texts. SmolLM2: at most 96 greedy tokens after open prompts, or of a text to "
     "be rewritten; its copies, with weights of 8 or 4 bits, are as slow as it is. Pocket: sampled at "
     "temperature 1.",
