@@ -19,7 +19,8 @@ CHUNK_LENGTH = 16
 def right_answers(memory: Memory, tokenizer: tiktoken.Encoding, quick: bool = False) -> list[bool]:
     """Return for each question whether the greedy answer, up to the end of its line, contains what
     it must. A text is read once, CHUNK_LENGTH tokens at a time, and its questions are read on copies
-    of that cache. quick: ask two questions about one text."""
+    of that cache. Texts that exceed the model's context are left out. quick: ask two questions about
+    one text."""
     texts, right = read_texts(), []
     device = memory.wte.weight.device
     questions_by_text = read_questions()
@@ -30,9 +31,12 @@ def right_answers(memory: Memory, tokenizer: tiktoken.Encoding, quick: bool = Fa
         prompts = [
             encode_fact_question(texts[name], question.question, tokenizer) for question in asked
         ]
+        length = max(map(len, prompts)) + ANSWER_TOKENS
+        if length > memory.config.n_ctx:
+            continue
         end_ids = end_tokens_of(tokenizer)  # with that of an answer, by now
         shared = min(common_prefix_length(prompts[0][:-1], prompt) for prompt in prompts)
-        cache = memory.make_cache(max(map(len, prompts)) + ANSWER_TOKENS)
+        cache = memory.make_cache(length)
         beginning = torch.tensor([prompts[0][:shared]], device=device)
         read_in_pieces(memory.model, cache, beginning, CHUNK_LENGTH)
         for question, prompt in zip(asked, prompts, strict=True):

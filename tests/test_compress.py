@@ -10,8 +10,12 @@ from torch import Tensor, nn
 
 import compress
 from compress import CompressedCache, QuantizedCache, SmallNormCache, dequantize, quantize
+from demos.memories import Memory
 from gpt_kv_cache import GPTConfig, KVCache
+from load_gpt2_weights import load_model, load_tokenizer
 from studies.compression.study import ChanceCache
+from studies.facts import right_answers
+from support.texts import read_questions
 from tests.helpers import of_kind, refused, run
 from tests.test_equivalence import (
     assert_close,
@@ -256,6 +260,14 @@ def test_a_clone_shares_no_memory(new_cache: Callable[[], CompressedCache]) -> N
 def test_what_cannot_be_is_refused(make: Callable, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         make()
+
+
+def test_no_facts_are_asked_of_texts_beyond_the_context() -> None:
+    name = "random:2x2x32"  # 1,024 positions
+    memory = Memory("full", load_model(name), lambda _: KVCache())
+    fits = ("letter", "minutes", "list")
+    asked = sum(len(read_questions()[text]) for text in fits)
+    assert len(right_answers(memory, load_tokenizer(name))) == asked
 
 
 @pytest.mark.slow

@@ -96,12 +96,11 @@ def bits_or_tokens(results: Results) -> Answer:
     halves = ("chance:half", "norm:half", "window:half")
 
     def judge(there: Results) -> Answer:
-        kl, by_chance = (there.figure(way, "kl") for way in ("bits:4", "chance:half"))
-        return (
-            min(there.change("bits:4", half, "kl").below(0) for half in halves),
-            f"All tokens in 4 bits have a KL of {kl:±} nats on {there.place}",
-            f"KL {kl:±}, by chance with the first 4 {by_chance:±}",
-        )
+        kl = there.figure("bits:4", "kl")
+        best = min((there.figure(half, "kl") for half in halves), key=lambda half: half.value)
+        change = kl.change(best)
+        text = f"KL is {kl} instead of the best half's {best}: {change:±} nats"
+        return change.below(0), f"On {there.place}, {text}", text
 
     return for_each(results, "model", judge)
 
@@ -120,7 +119,7 @@ def more_divergence(results: Results, way: str, other: str, words: str) -> Answe
         return (
             change.above(0),
             f"{words}, the KL of {there.place} changes by {change:±} nats",
-            f"KL {kl:±} instead of {other_kl:±}",
+            f"KL {kl} instead of {other_kl}: {change:±}",
         )
 
     return for_each(results, "model", judge)

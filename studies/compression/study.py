@@ -14,7 +14,7 @@ setting `text` is "prose", or, for SmolLM2 in 4 bits, "technical", excerpts of t
 kl, above           KL to the same model's predictions with full attention, in nats; the share by
                     which perplexity exceeds that of the model with full attention
 facts               share of questions about facts stated in a text that are answered right; texts
-                    in data/real are read 16 tokens at once
+                    in data/real are read 16 tokens at once, if they fit into the model's context
 half                bytes per token of a text of 512, in half precision
 
 Source: Liu et al. 2024 (KIVI); Devoto et al. 2024 (small norms).
@@ -157,7 +157,8 @@ def measure(rows: Results, args: argparse.Namespace) -> None:
                 right = score_answers(readers[way], tokenizer, questions)[1]
             else:
                 right = right_answers(readers[way], tokenizer, quick=args.quick)
-            rows.add_values(way, setting, facts=right)
+            if right:
+                rows.add_values(way, setting, facts=right)
 
 
 main = partial(

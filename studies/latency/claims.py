@@ -25,8 +25,8 @@ def loading_is_inexpensive(results: Results) -> Answer:
     )
     return (
         min(memory.below(0.5), warm.below(0.5)),
-        f"Restoring takes, of the time to read the prompt, {memory:±} from memory, {warm:±} from the page "
-        f"cache, {cold:±} from the disk",
+        f"Restoring takes {memory:±} of a prompt's reading time from memory, {warm:±} from the page cache, "
+        f"{cold:±} from the disk",
     )
 
 

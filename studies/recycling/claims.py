@@ -62,8 +62,8 @@ def never_slower(results: Results) -> Answer:
     )
     return (
         min(in_order.above(-0.01), interleaved.above(-0.01)),
-        f"The paper's call saves {in_order:±} of the time in the source's order and {interleaved:±} "
-        f"with runs interleaved, where correct reuse saves {results.figure('recycled', 'saved'):±}",
+        f"The paper's call saves {in_order:±} of the time in the source's order, and {interleaved:±} "
+        "with runs interleaved",
     )
 
 
@@ -81,7 +81,7 @@ def alpha(results: Results) -> Answer:
     alpha = figure_of(np.divide(saved.values, depth.values), Metric("mean", ".3f"))
     return (
         min(alpha.above(1.2), alpha.below(1.5)),
-        f"The paper's call has a ratio, alpha, of {alpha:±} at a k/m of {depth}",
+        f"By the paper's call, the gain is {alpha:±} times the share that is stored, {depth} on average",
     )
 
 
@@ -129,7 +129,11 @@ def omitted_tokens(results: Results) -> Answer:
 )
 def similarity(results: Results) -> Answer:
     similarity = results.figure("published", "similarity")
-    return NOT_SHOWN, f"The answers by the paper's call have a similarity of {similarity:±}"
+    return (
+        NOT_SHOWN,
+        f"The answers of {results.usual['model']} by the paper's call have a similarity of {similarity:±}; "
+        "another model's may differ",
+    )
 
 
 @claim(
@@ -146,16 +150,16 @@ def near_identical(results: Results) -> Answer:
     near = figure_of(above / np.subtract(1, others.values), Metric("mean", ".0%"))
     return (
         near.above(0.9),
-        f"From other prompts' answers (similarity {others}) to the cold run's (1), they come {near:±} "
-        "of the way",
+        f"The answers by the paper's call come {near:±} of the way from other prompts' answers (similarity "
+        f"{others}) to the cold run's (1)",
     )
 
 
 TABLE = Layout(
-    "Milliseconds, means over prompts; answers that are the cold run's, and similarity to"
+    "Milliseconds, means over six prompts; how many answers are the cold run's, and similarity to"
     " those. SmolLM2 ends its answers itself, by the published call after a few tokens, "
     "so that the times of that call can't be compared. 355M: random weights of the "
-    "source's size, in its order, once.",
+    "source's size, in its order, once. Lines without a model: pocket.",
     [
         lines("cold|recycled|published", model="smollm2"),
         "cold|recycled|published",

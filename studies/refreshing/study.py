@@ -53,7 +53,15 @@ from pocket.evaluation import token_losses
 from pocket.recipes import narrowed
 from recycle import read_prompts
 from studies.core import REAL_MODEL, RECORDED_MODELS, StudyLine, open_results, report
-from studies.refreshing.claims import COPY, SIZED, cost_formula, periodic_time, speculative_time
+from studies.refreshing.claims import (
+    COPY,
+    SIZED,
+    cost_formula,
+    on_demand,
+    periodic_quality,
+    periodic_time,
+    speculative_time,
+)
 from studies.results import Results, Setting
 from support.conditions import conditions
 from support.printing import end_tokens_of
@@ -440,7 +448,8 @@ def measure_at_size(rows: Results) -> None:
 def main(argv: list[str] | None = None) -> None:
     cli = StudyLine(__doc__, "refreshing", "less of everything", model="--teacher")
     cli.add_options("--student")
-    cli.add_argument("--prompts", metavar="FILE", type=Path, help="your own: CSV, column prompt")
+    about = "your own: CSV, column prompt; all are cut to the length of the shortest"
+    cli.add_argument("--prompts", metavar="FILE", type=Path, help=about)
     with cli.parse(argv) as args:
         students = STUDENTS.get("pocket" if args.prompts else args.model, STUDENTS[REAL_MODEL])
         difference = ""
@@ -449,7 +458,8 @@ def main(argv: list[str] | None = None) -> None:
             name = args.student or default_student(args.model)
             students = [students[0]._replace(name=name, setting={})]
         usual = students[0].setting
-        beyond = [periodic_time, speculative_time, cost_formula]
+        # A text of a reduced run is too short for a refresh after 128 tokens.
+        beyond = [periodic_quality, on_demand, periodic_time, speculative_time, cost_formula]
         rows = open_results("refreshing", args, RECORDED_MODELS, difference, usual, beyond)
         for student in students:
             if args.quick:
