@@ -122,7 +122,7 @@ def measured_on(found: Finding) -> str:
     """Return the models that a claim was measured on, with their sizes in millions of parameters."""
     models = {}
     for conditions in found.conditions:
-        if model := re.match(r"([^:;]+): ([\d,]+) parameters", conditions):
+        if model := re.match(r"([^;]+?): ([\d,]+) parameters", conditions):
             name, millions = model[1], int(model[2].replace(",", "")) / 1e6
             size = f"{millions:.{int(millions < 1)}f}M"
             models[name] = name if size in name else f"{name} ({size})"

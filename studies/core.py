@@ -94,7 +94,7 @@ def open_results(
     models. setting: of the figures without one, by default the model. beyond: the claims that a
     reduced run is too small for.
     """
-    is_recorded = not recorded_models or args.model in recorded_models
+    is_recorded = not difference and (not recorded_models or args.model in recorded_models)
     if args.quick:
         difference = "reduced run"
     elif difference is None:
