@@ -65,7 +65,7 @@ from studies.core import (
     open_results,
     report,
 )
-from studies.projection.claims import LENGTHS, linearity
+from studies.projection.claims import LENGTHS
 from studies.projection.ways import (
     FULL,
     POCKET_KINDS,
@@ -475,7 +475,7 @@ def main(argv: list[str] | None = None) -> None:
             args.pairs = CAPITALS
         families_by_kind = kinds_of(args, size.max_families)
         setting = {"model": args.model, "kind": next(iter(families_by_kind))}
-        rows = open_results("projection", args, RECORDED_MODELS, difference, setting, [linearity])
+        rows = open_results("projection", args, RECORDED_MODELS, difference, setting)
         if rows.no_verdict_reason:
             rows.every["kind"] = [*families_by_kind]
         measure(rows, args, families_by_kind, size)
