@@ -236,7 +236,8 @@ def measure_ways(
             first_token_metrics(trial, way.layout, prompt, start, worth)
             for prompt, start in zip(prompts, starts, strict=True)
         ]
-        for metric in min(measured, key=len):  # not all prompts may have an answer to lose
+        metrics_of_all = min(measured, key=len)  # not all prompts may have an answer to lose
+        for metric in reversed(metrics_of_all):  # the last, kl, tells that a way has its rows
             values = [metrics[metric] for metrics in measured]
             add_metric(rows, name, setting, metric, prompts, values)
 
