@@ -157,7 +157,7 @@ class Claim:
     """A claim in its source's words and in plain ones, or a question of ours, in plain words alone.
 
     It is made by calling it, as a decorator, with the function that judges it: given the results, that
-    returns an answer, the finding in one sentence, and all figures in words.
+    returns an answer, the finding in one sentence, and all figures in words, if these are more.
     """
 
     source: Source

@@ -5,8 +5,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from studies.claims import SOURCES, claims_of_source
-from studies.judging import NOT_AT_OUR_SIZE, OUR_VERDICTS, VERDICTS
+from studies.claims import SOURCES, claims_in, claims_of_source, judge_claims
+from studies.judging import NOT_AT_OUR_SIZE, OUR_VERDICTS, VERDICTS, Metric, figure_of
+from studies.results import Results
 from support.statistics import interval, mean_of_rows, ratio_of_sums, wilson_interval
 
 
@@ -25,9 +26,17 @@ def test_every_claim_of_a_source_is_whole(source: str) -> None:
     assert len({found.claim.plain for found in findings}) == len(findings)
 
 
+@pytest.mark.parametrize("study", sorted({study for of in SOURCES.values() for study in of}))
+def test_a_claim_without_figures_is_missing(study: str) -> None:
+    rows = Results(study)
+    rows.rows = {}
+    assert judge_claims(rows) == ([], claims_in(study))
+
+
 def test_wilson_has_a_width_where_nothing_is_right() -> None:
     assert wilson_interval(0, 32) == pytest.approx((0.0, 0.0, 0.1072), abs=1e-3)
     assert wilson_interval(5, 10) == pytest.approx((0.5, 0.2366, 0.7634), abs=1e-3)
+    assert figure_of(np.zeros(32), Metric("share")).high == pytest.approx(0.1072, abs=1e-3)
 
 
 @pytest.mark.parametrize("n", [6, 12])

@@ -170,6 +170,7 @@ def test_models_with_equal_bytes_are_measured_and_a_run_goes_on(tmp_path: Path) 
     assert others[2] < 1.1 * others[1] < 1.25 * others[0] < 1.4 * delta < 1.4 * others[0]
     assert rows.figure("full", "above", **AT).value == 0
     assert rows.figure("window", "above", **AT).value != 0
+    assert 0 < rows.figure("full", "facts", **AT).high < 1, "of 2 questions that it gets wrong"
     state = read_state(tmp_path / "pretraining-2" / "window" / "last.pt")
     recipe = recipe_of("window", TINY)
     model = recipe.model_class(recipe.config)

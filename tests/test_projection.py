@@ -235,8 +235,9 @@ def test_a_figure_is_what_it_says(trial: Trial) -> None:
     found = projection.first_token_metrics(trial, layout, prompt, summary, worth=True)
     logits = after_summary(trial.model, prompt, summary, layout)
     p, q = prompt.logits.log_softmax(-1), logits.log_softmax(-1)
-    expected = float((p.exp() * (p - q)).sum())
-    assert found["kl"] == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    for metric, a, b in (("kl", p, q), ("reverse", q, p)):
+        expected = float((a.exp() * (a - b)).sum())
+        assert found[metric] == pytest.approx(expected, rel=1e-3, abs=1e-5)
     other = next(p for p, _ in trial.related_pairs("test") if p.answer != prompt.answer)
     for asked, score in ((prompt, 1), (other, 0)):
         (first_token, *_) = trial.tokenizer.encode(f" {asked.answer}")

@@ -22,14 +22,8 @@ SOURCE = Source(
 COMMANDS = ("bounding", "bounding --model smollm2", "pretraining")
 METRICS = (
     metrics("perplexity", perplexity=".2f", long=".2f", text=".1f")
-    | metrics(
-        "mean",
-        above="+.1%",
-        bleu=".1f",
-        lost=".1f",
-        facts=".0%",
-        right=".0%",
-    )
+    | metrics("mean", above="+.1%", bleu=".1f", lost=".1f", right=".0%")
+    | metrics("share", facts=".0%")
     | metrics("exact", bytes=",.0f")
     | metrics("series", learned=".0%")
 )

@@ -65,7 +65,7 @@ from studies.core import (
     open_results,
     report,
 )
-from studies.projection.claims import LENGTHS, linearity
+from studies.projection.claims import LENGTHS
 from studies.projection.ways import (
     FULL,
     POCKET_KINDS,
@@ -236,7 +236,8 @@ def measure_ways(
             first_token_metrics(trial, way.layout, prompt, start, worth)
             for prompt, start in zip(prompts, starts, strict=True)
         ]
-        for metric in min(measured, key=len):  # not all prompts may have an answer to lose
+        metrics_of_all = min(measured, key=len)  # not all prompts may have an answer to lose
+        for metric in reversed(metrics_of_all):  # the last, kl, tells that a way has its rows
             values = [metrics[metric] for metrics in measured]
             add_metric(rows, name, setting, metric, prompts, values)
 
@@ -475,7 +476,7 @@ def main(argv: list[str] | None = None) -> None:
             args.pairs = CAPITALS
         families_by_kind = kinds_of(args, size.max_families)
         setting = {"model": args.model, "kind": next(iter(families_by_kind))}
-        rows = open_results("projection", args, RECORDED_MODELS, difference, setting, [linearity])
+        rows = open_results("projection", args, RECORDED_MODELS, difference, setting)
         if rows.no_verdict_reason:
             rows.every["kind"] = [*families_by_kind]
         measure(rows, args, families_by_kind, size)

@@ -164,6 +164,7 @@ TABLE = Layout(
         lines("cold|recycled|published", model="smollm2"),
         "cold|recycled|published",
         lines("cold|recycled|published", model="355M", order="source"),
+        lines("cold|recycled|published", model="microsoft/DialoGPT-medium"),
     ],
     columns(
         "",

@@ -368,8 +368,8 @@ def add_predicted_times(texts: Texts, refreshes: dict[str, list[list[Refresh]]])
 def load_prompts(args: argparse.Namespace, tokenizer: Any, count: int) -> dict[str, Tensor]:
     """Return prompts (B, T) for measuring ("test") and, but for stretches of the texts in data/real,
     for setting gates ("valid"). They are beginnings of pocket's documents; for another teacher, such
-    stretches; or a CSV file's prompts, all cut to the length of the shortest. For a chat model these
-    are questions in its own form, and only the questions are cut."""
+    stretches; or a CSV file's prompts, the same for both, all cut to the length of the shortest. For a
+    chat model these are questions in its own form, and only the questions are cut."""
     if args.prompts:
         questions = [tokenizer.encode_ordinary(text) for text in read_prompts(args.prompts)]
         form = f"{tokenizer.decode(beginning_tokens(tokenizer))}{{}}"
