@@ -159,7 +159,7 @@ def position_rule(results: Results) -> Answer:
 
     answer, sentence, by_kind = for_each(results, "kind", judge)
     if "capitals" in results.every["kind"]:
-        sentence += f"; on SmolLM2's capitals {results.figure('rule', 'low', on='given')}"
+        sentence += f"; on capitals {results.figure('rule', 'low', on='given')}"
     return answer, sentence, by_kind
 
 

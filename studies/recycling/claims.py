@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from studies.judging import NOT_SHOWN, Answer, Metric, Source, claim, figure_of, metrics
+from studies.judging import NOT_SHOWN, Answer, Figure, Metric, Source, claim, figure_of, metrics
 from studies.results import Results
 from studies.showing import Layout, columns, lines
+from support.statistics import interval, ratio_of_sums
 
 SOURCE = Source(
     "KV Cache Recycling to Expand Usable Context Capacity in Low Parameter LLMs",
@@ -78,7 +79,8 @@ def never_slower(results: Results) -> Answer:
 )
 def alpha(results: Results) -> Answer:
     saved, depth = (results.figure("published", metric) for metric in ("saved", "depth"))
-    alpha = figure_of(np.divide(saved.values, depth.values), Metric("mean", ".3f"))
+    of_prompts = np.stack([saved.values, depth.values], 1)
+    alpha = Figure(*interval(of_prompts, ratio_of_sums), metric=Metric(form=".3f"))
     return (
         min(alpha.above(1.2), alpha.below(1.5)),
         f"By the paper's call, the gain is {alpha:±} times the share that is stored, {depth} on average",

@@ -390,16 +390,15 @@ def load_prompts(args: argparse.Namespace, tokenizer: Any, count: int) -> dict[s
     return {split: torch.tensor(rows, device=args.device) for split, rows in splits.items()}
 
 
-def set_conditions(texts: Texts, teacher: str, student: str) -> None:
-    """Let the next rows be measured with these texts."""
+def set_conditions(texts: Texts, teacher: str, student: str, how: str) -> None:
+    """Let the next rows be measured with these texts. how: they are written."""
     count, length = texts.prompts["test"].shape
     student_model = conditions(student, texts.models["student"])
     texts.rows.set_model_conditions(
         teacher,
         texts.models["teacher"],
         f"student {student}: {student_model['parameters']:,} parameters",
-        f"{count} held-out prompts of {length} tokens, {texts.new_tokens:,} new tokens, sampled at "
-        "temperature 1, or greedy",
+        f"{count} prompts of {length} tokens, {texts.new_tokens:,} new tokens, {how}",
     )
 
 
@@ -422,7 +421,8 @@ def measure_student(rows: Results, args: argparse.Namespace, student: Student) -
     models = {"teacher": teacher, "student": student_model}
     end_ids = () if args.model.startswith("pocket") else end_tokens_of(tokenizer)
     texts = Texts(rows, models, prompts, student.new_tokens, student.setting, end_ids, tokenizer)
-    set_conditions(texts, args.model, student.name)
+    how = "sampled at temperature 1, or greedy"
+    set_conditions(texts, args.model, student.name, how)
     add_quality(texts, student.sampled, "sampled")
     add_quality(texts, student.greedy, "greedy")
     if DROPOUT_WAY in student.sampled:
@@ -430,7 +430,7 @@ def measure_student(rows: Results, args: argparse.Namespace, student: Student) -
     if student.is_timed:
         add_times(texts, student.sampled, 1 if args.quick else 9)
     few = texts._replace(prompts={"test": prompts["test"][:ALONG_PROMPTS]})
-    set_conditions(few, args.model, student.name)
+    set_conditions(few, args.model, student.name, how)
     add_cache_errors(few, student.along)
 
 
@@ -441,8 +441,9 @@ def measure_at_size(rows: Results) -> None:
     student = order_for_decoding(GPT(narrowed(teacher.config))).eval()
     models = {"teacher": teacher, "student": student}
     texts = Texts(rows, models, {"test": torch.arange(64)[None]}, 260, SIZED)
-    set_conditions(texts, "355M, random weights", "narrowed")
-    add_predicted_times(texts, add_times(texts, SIZED_WAYS, 5))
+    turns = 5
+    set_conditions(texts, "355M, random weights", "narrowed", f"one at a time; turns: {turns}")
+    add_predicted_times(texts, add_times(texts, SIZED_WAYS, turns))
 
 
 def main(argv: list[str] | None = None) -> None:
