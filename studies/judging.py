@@ -173,7 +173,6 @@ class Claim:
         return replace(self, judge=judge)
 
 
-claim = Claim
 question = partial(Claim, Source("", ""), "", "")
 
 

@@ -63,17 +63,17 @@ Curves = dict[tuple[str, str], list[Point]]  # by a curve's label and kind
 
 
 def name_of(results: Results, way: str, setting: Setting) -> str:
-    """Return a page's name for a way, with the parts of its setting that aren't the study's usual."""
-    unusual = [
-        f"{key} {value}" for key, value in setting.items() if results.usual.get(key) != value
-    ]
+    """Return a page's name for a way, with its setting."""
+    unusual = [f"{key} {value}" for key, value in setting.items()]
     return ", ".join([results.claims.NAMES.get(way, way), *unusual])
 
 
 def matching_ways(results: Results, asked: Iterable[str | Lines]) -> list[tuple[str, Setting]]:
-    """Return the ways that regular expressions match, with the settings asked for."""
+    """Return the ways that regular expressions match, with the settings asked for, without the parts
+    that are the study's usual."""
     matches = []
-    for pattern, setting in (lines(x) if isinstance(x, str) else x for x in asked):
+    for pattern, whole in (lines(x) if isinstance(x, str) else x for x in asked):
+        setting = {key: value for key, value in whole.items() if results.usual.get(key) != value}
         for way in results.ways():
             if re.fullmatch(pattern, way) and (way, setting) not in matches:
                 matches.append((way, setting))

@@ -14,11 +14,11 @@ from studies.core import page_of
 from studies.judging import (
     NOT_SHOWN,
     Answer,
+    Claim,
     Figure,
     Metric,
     Missing,
     Source,
-    claim,
     figure_of,
     for_each,
     metrics,
@@ -49,7 +49,7 @@ class Made(ModuleType):
     )
 
 
-@claim(Source("A paper", "on the moon"), "2", "new beats old", "Newer", their_model="Giant (7B)")
+@Claim(Source("A paper", "on the moon"), "2", "new beats old", "Newer", their_model="Giant (7B)")
 def newer_is_better(results: Results) -> Answer:
     new, change = results.figure("new", "share"), results.change("new", "old", "share")
     answer = min(change.above(0), new.above(0.5))

@@ -1,6 +1,6 @@
 """The claims of the KV cache article. study.py says what their metrics mean."""
 
-from studies.judging import Answer, Source, claim, metrics, question
+from studies.judging import Answer, Claim, Source, metrics, question
 from studies.results import Results
 from studies.showing import Layout, columns
 
@@ -28,7 +28,7 @@ NAMES = {
 }
 
 
-@claim(
+@Claim(
     SOURCE,
     "A Simple Performance Comparison",
     "we already get a ~5x speed-up with a small 124 M parameter model and a short "
@@ -44,7 +44,7 @@ def speed_up(results: Results) -> Answer:
     )
 
 
-@claim(
+@Claim(
     SOURCE,
     "A Simple Performance Comparison",
     "both the gpt_ch04.py and gpt_with_kv_cache.py implementations produce exactly the same text",
@@ -60,7 +60,7 @@ def same_text(results: Results) -> Answer:
     )
 
 
-@claim(
+@Claim(
     SOURCE,
     "How LLMs Generate Text (Without and With a KV Cache)",
     "the longer the text, the more we get to reuse already computed keys and values, "
@@ -77,7 +77,7 @@ def gain_by_length(results: Results) -> Answer:
     )
 
 
-@claim(
+@Claim(
     SOURCE,
     "Tip 1: Pre-allocate Memory",
     "This ensures consistent memory use and reduces overhead.",
@@ -92,7 +92,7 @@ def preallocation(results: Results) -> Answer:
     )
 
 
-@claim(
+@Claim(
     SOURCE,
     "Tip 2: Truncate Cache via Sliding Window",
     "Via the sliding window, we maintain only the last window_size tokens in the cache",

@@ -4,8 +4,8 @@ from studies.judging import (
     HOLDS,
     NOT_SHOWN,
     Answer,
+    Claim,
     Source,
-    claim,
     for_each,
     metrics,
     question,
@@ -42,7 +42,7 @@ NAMES = {
 }
 
 
-@claim(
+@Claim(
     SOURCE,
     "4.3, fine-tuned",
     "The BLEU scores are comparable to those of traditional methods, with differences within 3",
@@ -58,7 +58,7 @@ def bleu_fine_tuned(results: Results) -> Answer:
     )
 
 
-@claim(
+@Claim(
     SOURCE,
     "Abstract, recall",
     "significantly reduces memory usage while maintaining the model's inference quality",
@@ -82,7 +82,7 @@ def full_attention_is_ahead(results: Results) -> bool:
     return results.figure("window", "above").above(0) == HOLDS
 
 
-@claim(
+@Claim(
     SOURCE,
     "4.3, from scratch",
     "The BLEU scores are comparable to those of traditional methods, with differences within 3",
@@ -100,7 +100,7 @@ def bleu_from_scratch(results: Results) -> Answer:
     )
 
 
-@claim(
+@Claim(
     SOURCE,
     "Abstract, text",
     "significantly reduces memory usage while maintaining the model's inference quality",

@@ -1,7 +1,7 @@
 """The claims of two sources, of which KIVI is named where its claims are. study.py says what their metrics mean."""
 
 from compress import CACHES
-from studies.judging import Answer, Source, claim, for_each, metrics, question
+from studies.judging import Answer, Claim, Source, for_each, metrics, question
 from studies.results import Results
 from studies.showing import Layout, columns
 
@@ -36,7 +36,7 @@ NAMES = {way: kind.name for way, kind in CACHES.items()} | {
 }
 
 
-@claim(
+@Claim(
     KIVI,
     "Abstract, quality",
     "KIVI can enable Llama, Falcon, and Mistral models to maintain almost the same quality",
@@ -48,7 +48,7 @@ def two_bits(results: Results) -> Answer:
     return without_loss(results, "bits:2", "2 bits")
 
 
-@claim(
+@Claim(
     KIVI,
     "Abstract, axes",
     "the key cache should be quantized per-channel … In contrast, the value cache should "
@@ -60,7 +60,7 @@ def axes(results: Results) -> Answer:
     return more_divergence(results, "swapped:2", "bits:2", "The other way round")
 
 
-@claim(
+@Claim(
     SOURCE,
     "Abstract",
     "reduce the KV cache size by 50% on language modelling and needle-in-a-haystack tasks"

@@ -1,6 +1,6 @@
 """The claim of KV recycling on loading caches. study.py says what their metrics mean."""
 
-from studies.judging import Answer, claim, metrics
+from studies.judging import Answer, Claim, metrics
 from studies.recycling.claims import SOURCE
 from studies.results import Results
 from studies.showing import Layout, columns, lines
@@ -11,7 +11,7 @@ LENGTHS = (64, 128, 256, 512, 1000)  # of prompts, in tokens
 NAMES = {"memory": "from memory", "warm-disk": "from the page cache", "cold-disk": "from the disk"}
 
 
-@claim(
+@Claim(
     SOURCE,
     "3.3",
     "loading CPU-resident KVs is inexpensive compared to full multi layer attention over k tokens",

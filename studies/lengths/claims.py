@@ -1,7 +1,8 @@
 """The claims of BCT on time and memory. study.py says what their metrics mean."""
 
+from gpt_bounded_cache import BCTConfig
 from studies.bounding.claims import SOURCE
-from studies.judging import NOT_SHOWN, Answer, claim, metrics
+from studies.judging import NOT_SHOWN, Answer, Claim, metrics
 from studies.results import Results
 from studies.showing import Layout, columns
 
@@ -13,16 +14,20 @@ NAMES = {
     "bct:24": "BCT, 24 slots",
     "bct:2048": "BCT, 2,048 slots",
 }
+# Numbers of a head: BCT's slots of size D by our rule, each with its mass, and recent tokens, each with
+# its weights for all slots and its gate; beside a growing cache's 2 D a token.
+SLOTS, D, RECENT = 2048, 64, BCTConfig.recent
+OUR_NUMBERS = SLOTS * (2 * D + 1) + RECENT * (2 * D + SLOTS + 1)
 SENTENCES = [
     '"the memory usage of the proposed method remains constant after reaching 2048" (4.3): all slots '
     "are allocated with the first token.",
     '"significantly lower than that of traditional KV cache methods" (4.3): by the source\'s rule from '
-    "2,049 tokens on. Our rule keeps weights and recent tokens beside its 2,048 slots, and takes fewer "
-    "bytes than a growing cache from 2,201 tokens on.",
+    f"{SLOTS + 1:,} tokens on. Our rule keeps weights and recent tokens beside its {SLOTS:,} slots, and takes "
+    f"fewer bytes than a growing cache from {OUR_NUMBERS // (2 * D) + 1:,} tokens on.",
 ]
 
 
-@claim(
+@Claim(
     SOURCE,
     "4.3",
     "The inference speed also remains relatively constant after the inference length exceeds 2048",
@@ -39,7 +44,7 @@ def constant_speed(results: Results) -> Answer:
     )
 
 
-@claim(
+@Claim(
     SOURCE,
     "5",
     "significantly reducing memory usage and improving system throughput",

@@ -1,6 +1,6 @@
 """The claims of CP-KVP. study.py says what their metrics mean."""
 
-from studies.judging import NOT_SHOWN, Answer, Source, claim, for_each, metrics, question
+from studies.judging import NOT_SHOWN, Answer, Claim, Source, for_each, metrics, question
 from studies.results import Results
 from studies.showing import Layout, columns
 
@@ -52,7 +52,7 @@ NAMES = {
 }
 
 
-@claim(
+@Claim(
     SOURCE,
     "Decision thresholds",
     "Next-token KL ≤ 0.05 (or ≤ 5% relative perplexity increase) on ≥80% of test prompts "
@@ -74,7 +74,7 @@ def first_token(results: Results) -> Answer:
     return for_each(results, "kind", judge)
 
 
-@claim(
+@Claim(
     SOURCE,
     "Decision thresholds",
     "Task metrics within 1% absolute of cold start for high-similarity prompts.",
@@ -94,7 +94,7 @@ def answers(results: Results) -> Answer:
     return for_each(results, "kind", judge)
 
 
-@claim(
+@Claim(
     SOURCE,
     "Decision thresholds",
     "≥35–60% reduction in first-token latency on average (model- and T-dependent)",
@@ -119,7 +119,7 @@ def latency(results: Results) -> Answer:
     )
 
 
-@claim(
+@Claim(
     SOURCE,
     "Why a linear map can work",
     "Linearity is enough for warm-start: We need only a good initial readout for the first step(s)",

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from studies.judging import NOT_SHOWN, Answer, Figure, Metric, Source, claim, figure_of, metrics
+from studies.judging import NOT_SHOWN, Answer, Claim, Figure, Metric, Source, figure_of, metrics
 from studies.results import Results
 from studies.showing import Layout, columns, lines
 from support.statistics import interval, ratio_of_sums
@@ -29,7 +29,7 @@ SENTENCES = [
 ]
 
 
-@claim(
+@Claim(
     SOURCE,
     "5.2",
     "When prefix reuse occurred, average latency decreased by roughly by 30-50%",
@@ -48,7 +48,7 @@ def latency(results: Results) -> Answer:
     )
 
 
-@claim(
+@Claim(
     SOURCE,
     "5.2",
     "Across all prompts, the recycled runs consistently matched or outperformed the baseline.",
@@ -68,7 +68,7 @@ def never_slower(results: Results) -> Answer:
     )
 
 
-@claim(
+@Claim(
     SOURCE,
     "5.5",
     "In our runs, α≈1.2–1.5, consistent with the 30-50% latency reduction overall "
@@ -87,7 +87,7 @@ def alpha(results: Results) -> Answer:
     )
 
 
-@claim(
+@Claim(
     SOURCE,
     "1.1",
     "should represent the same attention context, and therefore remain valid",
@@ -103,7 +103,7 @@ def valid_context(results: Results) -> Answer:
     )
 
 
-@claim(
+@Claim(
     SOURCE,
     "3.1",
     "Provided the past_key_values allows omitting the already-cached prefix tokens from input_ids.",
@@ -120,7 +120,7 @@ def omitted_tokens(results: Results) -> Answer:
     )
 
 
-@claim(
+@Claim(
     SOURCE,
     "5.4",
     "The average cosine similarity between output embeddings was 0.66–0.82",
@@ -138,7 +138,7 @@ def similarity(results: Results) -> Answer:
     )
 
 
-@claim(
+@Claim(
     SOURCE,
     "5.4 and Abstract",
     'near identical responses" and "no material degradation in output semantics',

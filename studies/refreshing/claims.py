@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from studies.judging import Answer, Source, claim, metrics, question
+from studies.judging import Answer, Claim, Source, metrics, question
 from studies.results import Results
 from studies.showing import Layout, columns, lines
 
@@ -24,11 +24,13 @@ METRICS = (
 USUAL = {"model": "pocket", "trained": "segments", "mode": "sampled"}
 COPY = {"model": "smollm2", "trained": "int5"}  # SmolLM2, and its copy with weights of 5 bits
 SIZED = {"model": "355M", "tokens": 260}  # for times: random weights
+OVERFILL_TPS, TEACHER_TPS = 28.51, 28.21  # in the source's table of baselines
 SENTENCES = [
     "The source's −1/N Σ log p_T(y_t∣·) = 1/N Σ KL(p_T∥q_t) − 1/N Σ H[p_T] is no identity for texts "
     "that the student writes: for y drawn from q, the mean of −log p_T(y) is KL(q∥p_T) + H[q].",
-    "By the source's tokens/s (OverFill 28.51, its teacher 28.21), a refresh every 8 tokens costs at least "
-    "28.51 / (8 × 28.21) = 12.6%, and not 1.9%: a teacher reads 8 tokens no faster than a single one.",
+    f"By the source's tokens/s (OverFill {OVERFILL_TPS}, its teacher {TEACHER_TPS}), a refresh every 8 tokens "
+    f"costs at least {OVERFILL_TPS / (8 * TEACHER_TPS):.1%}, and not 1.9%: a teacher reads 8 tokens no faster "
+    "than a single one.",
     "In the source's simulation, variance is to stay silent in the ambiguous phase. By its output, of logits "
     "drawn at random, it fires there once, as entropy does: `python3 -m studies.simulation`.",
 ]
@@ -47,7 +49,7 @@ NAMES = {
 }
 
 
-@claim(
+@Claim(
     SOURCE,
     "Takeaways",
     "Quality: Teacher > OverFill > Student by PPL.",
@@ -74,7 +76,7 @@ def order_of_quality(results: Results) -> Answer:
     return min(answers), texts[0], "; ".join(texts)
 
 
-@claim(
+@Claim(
     SOURCE,
     "TL;DR",
     "we show how helpful KV cache refreshes can be for long generation from small models",
@@ -92,7 +94,7 @@ def lowers_perplexity(results: Results) -> Answer:
     )
 
 
-@claim(
+@Claim(
     SOURCE,
     "KV Cache Refresh: How does it work?",
     "Refresh reduces KL(p_T∥q_u) for subsequent tokens by re-anchoring the state.",
@@ -108,7 +110,7 @@ def lowers_divergence(results: Results) -> Answer:
     return min(answers), f"KL of SmolLM2's copy: {texts[0]}; of pocket's student: {texts[1]}"
 
 
-@claim(
+@Claim(
     SOURCE,
     "Periodic refresh, quality",
     "0 (No Refresh) 1.88 … 256 1.86 … 128 1.81 … 64 1.71",
@@ -126,7 +128,7 @@ def periodic_quality(results: Results) -> Answer:
     )
 
 
-@claim(
+@Claim(
     SOURCE,
     "Gated refresh policies",
     "A more intelligent approach is to refresh on-demand, only when the model shows signs"
@@ -142,7 +144,7 @@ def on_demand(results: Results) -> Answer:
     )
 
 
-@claim(
+@Claim(
     SOURCE,
     "Speculative Refresh, quality",
     "Speculative (k=8) Constant (prefill over 8 tokens) … 1.77",
@@ -154,7 +156,7 @@ def speculative_quality(results: Results) -> Answer:
     return change.below(0), f"It changes perplexity by {change:±}"
 
 
-@claim(
+@Claim(
     SOURCE,
     "Periodic refresh, time",
     "256 … +0.7% … 128 … +2.0% … 64 … +3.9%",
@@ -173,7 +175,7 @@ def periodic_time(results: Results) -> Answer:
     ), f"Refreshes every 256, 128, 64 tokens change the time by {', '.join(texts)}"
 
 
-@claim(
+@Claim(
     SOURCE,
     "Speculative Refresh, time",
     "Speculative (k=8) Constant (prefill over 8 tokens) ~1.9%",
@@ -186,7 +188,7 @@ def speculative_time(results: Results) -> Answer:
     return change.below(0.019 + NOISE), f"A refresh every 8 tokens changes the time by {change:±}"
 
 
-@claim(
+@Claim(
     SOURCE,
     "Why is it cheap?",
     "time ≈ N/TPS (Student decode) + Σ prefill_ms(k_r) (Teacher spikes)",
@@ -208,7 +210,7 @@ def cost_formula(results: Results) -> Answer:
     )
 
 
-@claim(
+@Claim(
     SOURCE,
     "Future Work (Monte Carlo Dropout)",
     "the variance across these predictions is a direct measure of epistemic uncertainty",
